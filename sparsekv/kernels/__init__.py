@@ -1,0 +1,1 @@
+"""Triton kernels: one file a kernel, each with its launcher and its torch reference."""
