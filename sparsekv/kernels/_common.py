@@ -1,0 +1,130 @@
+"""What the kernel files share: constants, jit helpers, the config lookup and argument checks.
+
+Inside kernels softmax runs in base 2: logits are multiplied by log2(e) once, so that a probability
+is one fused multiply-add and one exp2. At every interface the LSE is a natural logarithm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import TypeVar
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+MAX_HEAD_DIM = 256
+ARCHS = ("sm80", "sm89", "sm90", "sm100", "sm120", "gfx942")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+Config = TypeVar("Config")
+
+
+@triton.jit
+def base2_logits(dots, softmax_scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """log2(e) * logit from raw q.k dots, fp32, any shape; with softcap c: logit = c tanh(x / c).
+
+    tanh(y) = 1 - 2 / (1 + exp(2 y)), exp through exp2; saturates to +-1 without overflow trouble.
+    """
+    if HAS_SOFTCAP:
+        e = tl.exp2(dots * (2.0 * LOG2E * softmax_scale / softcap))
+        return (softcap * LOG2E) * (1.0 - 2.0 / (1.0 + e))
+    return dots * (softmax_scale * LOG2E)
+
+
+@triton.jit
+def visible(pos_q, pos_k, window, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """May the query at pos_q see the key at pos_k? bool, broadcast of both shapes.
+
+    A window W shows the query itself and W - 1 older keys (Hugging Face's rule).
+    """
+    seen = pos_q >= pos_k
+    if HAS_WINDOW:
+        near = pos_q - pos_k < window
+        seen = (seen & near) if CAUSAL else near
+    return seen
+
+
+@lru_cache(maxsize=32)
+def _cuda_arch(index: int) -> str:
+    if torch.version.hip is not None:
+        return "gfx942"
+    major, minor = torch.cuda.get_device_capability(index)
+    if major < 8:
+        raise ValueError(f"expected a CUDA device of capability >= 8.0, got {major}.{minor}")
+    if major == 8:  # 8.6 and 8.9 have 99 KB of shared memory, 8.0 and 8.7 have 163 KB
+        return "sm80" if minor in (0, 7) else "sm89"
+    return {9: "sm90", 10: "sm100", 11: "sm100"}.get(major, "sm120")
+
+
+def arch_of(device: torch.device) -> str:
+    """Config table key of a device: one of ARCHS, or "cpu" (the Triton interpreter)."""
+    if device.type == "cpu":
+        return "cpu"
+    return _cuda_arch(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def lookup(table: Mapping[tuple[str, int], Config], q: Tensor) -> Config:
+    """Row of `table` for q [..., D]: key (arch, padded head_dim).
+
+    fp32 inputs use arch "fp32" where the table has it (no tensor cores: small tiles everywhere);
+    the interpreter uses "cpu" where the table has it, else "sm90".
+    """
+    block_d = padded_head_dim(q.shape[-1])
+    arch = arch_of(q.device)
+    keys = ["fp32"] if arch != "cpu" and q.dtype == torch.float32 else []
+    for key in (*keys, arch, "sm90"):
+        if (key, block_d) in table:
+            return table[key, block_d]
+    raise ValueError(f"expected a head_dim with a config row, got {q.shape[-1]} on {arch}")
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """Next power of two >= max(16, head_dim); kernels load the padding as zeros.
+
+    Raises ValueError unless head_dim is a multiple of 8 in 8..256.
+    """
+    if not 0 < head_dim <= MAX_HEAD_DIM or head_dim % 8:
+        raise ValueError(f"expected head_dim to be a multiple of 8 in 8..256, got {head_dim}")
+    return max(16, triton.next_power_of_2(head_dim))
+
+
+def launch_options(num_warps: int, num_stages: int) -> dict[str, int | bool]:
+    """Launch options. FP fusion is asked for: triton 3.10 turns its default off (tripled FP32 work)."""
+    return {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+
+
+def check_shape(name: str, tensor: Tensor, shape: Sequence[int | None]) -> None:
+    """Raise ValueError unless tensor has `shape`; None in it matches any size."""
+    fits = len(tensor.shape) == len(shape) and all(
+        want is None or want == have for want, have in zip(shape, tensor.shape, strict=False)
+    )
+    if not fits:
+        want = [("*" if size is None else size) for size in shape]
+        raise ValueError(f"expected {name} of shape {want}, got {list(tensor.shape)}")
+
+
+def check_dtype(name: str, tensor: Tensor, *dtypes: torch.dtype) -> None:
+    """Raise ValueError unless tensor.dtype is one of `dtypes`."""
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"expected {name} of dtype {dtypes}, got {tensor.dtype}")
+
+
+def check_last_contiguous(name: str, tensor: Tensor) -> None:
+    """Raise ValueError unless the last dimension of tensor has stride 1."""
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(f"expected {name}.stride(-1) == 1, got strides {tensor.stride()}")
+
+
+def check_heads(num_heads: int, num_kv_heads: int) -> int:
+    """G = HQ / HK; ValueError unless HK divides HQ."""
+    if num_kv_heads <= 0 or num_heads % num_kv_heads:
+        raise ValueError(
+            f"expected query heads to be a multiple of KV heads, got {num_heads} and {num_kv_heads}"
+        )
+    return num_heads // num_kv_heads
