@@ -72,16 +72,16 @@ def arch_of(device: torch.device) -> str:
 def lookup(table: Mapping[tuple[str, int], Config], q: Tensor) -> Config:
     """Row of `table` for q [..., D]: key (arch, padded head_dim).
 
-    fp32 inputs use arch "fp32" where the table has it (no tensor cores: small tiles everywhere);
-    the interpreter uses "cpu" where the table has it, else "sm90".
+    On a GPU, fp32 inputs use arch "fp32" where the table has it (no tensor cores: small tiles).
+    The interpreter uses arch "cpu" where the table has it, else "sm90".
     """
     block_d = padded_head_dim(q.shape[-1])
     arch = arch_of(q.device)
-    keys = ["fp32"] if arch != "cpu" and q.dtype == torch.float32 else []
-    for key in (*keys, arch, "sm90"):
+    first = "fp32" if arch != "cpu" and q.dtype == torch.float32 else arch
+    for key in (first, "sm90" if arch == "cpu" else arch):
         if (key, block_d) in table:
             return table[key, block_d]
-    raise ValueError(f"expected a head_dim with a config row, got {q.shape[-1]} on {arch}")
+    raise ValueError(f"expected a config row for padded head_dim {block_d}, got none for {arch}")
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -95,7 +95,7 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 def launch_options(num_warps: int, num_stages: int) -> dict[str, int | bool]:
-    """Launch options. FP fusion is asked for: triton 3.10 turns its default off (tripled FP32 work)."""
+    """Launch options; FP fusion is asked for, since triton 3.10 turns off what attention needs."""
     return {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
 
 
