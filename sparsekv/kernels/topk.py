@@ -16,12 +16,14 @@ ordered pass then writes every slot with key > t and the last of those with key 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._common import ARCHS, arch_of, check_dtype, check_shape
+from ._common import ARCHS, arch_of, check_dtype, check_shape, launch_options
 
 # arch -> (BLOCK slots a step, num_warps)
 _CONFIG = dict.fromkeys(ARCHS, (4096, 16)) | {"cpu": (256, 4)}
@@ -141,7 +143,7 @@ def select_topk_triton(
         slots,
         width,
         BLOCK=block,
-        num_warps=num_warps,
+        **launch_options(num_warps, 1),
     )
     return index, count
 
@@ -222,7 +224,7 @@ def select_topk(
     return run(scores, seqlens, k, protected=protected, max_k=max_k)
 
 
-def aot_signatures() -> list[tuple[object, dict[str, str], dict[str, object], dict[str, int], str]]:
+def aot_signatures() -> list[tuple[Any, dict[str, str], dict[str, Any], dict[str, Any], str]]:
     """(kernel, signature, constexprs, launch options, arch) of every shipped configuration."""
     rows = []
     for arch in ARCHS:
@@ -232,8 +234,8 @@ def aot_signatures() -> list[tuple[object, dict[str, str], dict[str, object], di
             signature |= {"protected": protected or "constexpr", "index": "*i32", "count": "*i32"}
             signature |= {"stride_scores": "i32", "stride_protected": "i32"}
             signature |= {"slots": "i32", "width": "i32", "BLOCK": "constexpr"}
-            constexprs: dict[str, object] = {"BLOCK": block}
+            constexprs: dict[str, Any] = {"BLOCK": block}
             constexprs |= {"k_rows": None} if k_rows is None else {}
             constexprs |= {"protected": None} if protected is None else {}
-            rows.append((_topk_kernel, signature, constexprs, {"num_warps": num_warps}, arch))
+            rows.append((_topk_kernel, signature, constexprs, launch_options(num_warps, 1), arch))
     return rows

@@ -1,4 +1,4 @@
-"""select_topk: the reference against a naive sort, then the Triton kernel against the reference."""
+"""select_topk: the reference against a plain sort, the kernel against the reference, bit by bit."""
 
 from __future__ import annotations
 
@@ -6,58 +6,167 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from sparsekv.kernels.topk import select_topk, select_topk_reference
+from sparsekv.kernels.topk import select_topk, select_topk_reference, select_topk_triton
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BLOCKS = (1, 2, 31, 255, 256, 257, 600)  # around one step of the interpreter's configuration
 
 
-def naive(scores, lens, k, protected=None):
-    """Plain Python: sort (protected, score, slot) tuples."""
+def values(name: str, shape: tuple[int, int], gen: torch.Generator) -> torch.Tensor:
+    """Scores of one of the distributions that break top-k codes."""
+    x = torch.randn(shape, generator=gen)
+    odd = torch.rand(shape, generator=gen)
+    if name == "equal":
+        return torch.full(shape, -1.5)
+    if name == "ties":
+        return (2 * x).round()
+    if name == "zeros":
+        return torch.where(odd < 0.3, -0.0, torch.where(odd < 0.6, 0.0, x))
+    if name == "near":  # differ in the last mantissa bits only: every radix pass is needed
+        return (1.0 + (odd * 8).floor() * 2.0**-23) * torch.where(x > 1, -1.0, 1.0)
+    if name == "tiny":  # subnormal numbers
+        return x * 1e-40
+    if name == "special":
+        special = torch.tensor([torch.nan, torch.inf, -torch.inf, -torch.nan])
+        return torch.where(odd < 0.5, special[(odd * 8).long().clamp(max=3)], x)
+    return x
+
+
+NAMES = ("normal", "equal", "ties", "zeros", "near", "tiny", "special")
+
+
+@st.composite
+def problems(draw):
+    """(scores, seqlens, k, protected): ragged, with k an int or a tensor, 0 .. beyond S."""
+    rows, slots = draw(st.integers(1, 3)), draw(st.sampled_from(BLOCKS) | st.integers(1, 300))
+    gen = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    scores = values(draw(st.sampled_from(NAMES)), (rows, slots), gen)
+    seqlens = torch.tensor(
+        [draw(st.sampled_from([0, 1, slots]) | st.integers(0, slots)) for _ in range(rows)],
+        dtype=torch.int32,
+    )
+    quota = st.sampled_from([0, 1, slots, slots + 5]) | st.integers(0, slots)
+    k = draw(quota)
+    if draw(st.booleans()):
+        k = torch.tensor([draw(quota) for _ in range(rows)], dtype=torch.int32)
+    share = draw(st.sampled_from([None, 0.0, 0.1, 0.9]))
+    protected = None if share is None else torch.rand(scores.shape, generator=gen) < share
+    return scores, seqlens, k, protected
+
+
+def sorted_slots(scores, seqlens, k, protected):
+    """Plain Python: sort (y, slot) tuples of each row."""
     out = []
     for r, row in enumerate(scores.tolist()):
-        n, quota = int(lens[r]), int(k if isinstance(k, int) else k[r])
-        x = [-math.inf if math.isnan(v) else v for v in row]
-        p = protected[r].tolist() if protected is not None else [False] * len(x)
-        order = sorted(range(n), key=lambda i: (p[i], 0 if p[i] else x[i], i), reverse=True)
-        out.append(sorted(order[:quota]))
+        y = [(0, -math.inf if math.isnan(x) else x) for x in row]
+        if protected is not None:
+            y = [(1, 0.0) if p else x for p, x in zip(protected[r].tolist(), y, strict=True)]
+        order = sorted(range(int(seqlens[r])), key=lambda i: (y[i], i), reverse=True)
+        out.append(sorted(order[: int(k if isinstance(k, int) else k[r])]))
     return out
 
 
 def unpack(index, count):
+    """Lists of kept slots; checks dtypes and the -1 padding."""
     assert index.dtype == count.dtype == torch.int32
     assert all((row[c:] == -1).all() for row, c in zip(index, count.tolist(), strict=True))
     return [row[:c].tolist() for row, c in zip(index, count.tolist(), strict=True)]
 
 
-def test_smoke():
-    torch.manual_seed(0)
-    s = torch.randint(0, 4, (5, 37)).float()
-    s[0, :5] = torch.nan
-    s[1, 3] = torch.inf
-    lens = torch.tensor([37, 20, 0, 1, 30], dtype=torch.int32)
-    k = torch.tensor([10, 40, 3, 0, 7], dtype=torch.int32)
-    prot = torch.rand(5, 37) < 0.3
-    for p in (None, prot):
-        assert unpack(*select_topk(s, lens, k, protected=p)) == naive(s, lens, k, p)
-        assert unpack(*select_topk_reference(s, lens, 9, protected=p)) == naive(s, lens, 9, p)
-    index, count = select_topk(s, lens, 50)
-    assert index.shape == (5, 50) and count.tolist() == lens.tolist()
+def on_device(*args):
+    return [x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in args]
+
+
+def run_triton(scores, seqlens, k, protected=None, max_k=None):
+    scores, seqlens, k, protected = on_device(scores, seqlens, k, protected)
+    index, count = select_topk_triton(scores, seqlens, k, protected=protected, max_k=max_k)
+    return index.cpu(), count.cpu()
+
+
+@settings(max_examples=200)
+@given(problems())
+def test_reference_is_a_sort(problem):
+    scores, seqlens, k, protected = problem
+    index, count = select_topk_reference(scores, seqlens, k, protected=protected)
+    assert index.shape == (len(scores), k if isinstance(k, int) else scores.shape[1])
+    assert unpack(index, count) == sorted_slots(*problem)
+
+
+@settings(max_examples=80)
+@given(problems(), st.none() | st.integers(0, 300))
+def test_kernel_equals_reference(problem, max_k):
+    scores, seqlens, k, protected = problem
+    index, count = run_triton(scores, seqlens, k, protected, max_k)
+    want, want_count = select_topk_reference(scores, seqlens, k, protected=protected, max_k=max_k)
+    assert torch.equal(index, want) and torch.equal(count, want_count)
+
+
+@given(problems())
+def test_larger_quota_keeps_a_superset(problem):
+    scores, seqlens, k, protected = problem
+    less = unpack(*select_topk(scores, seqlens, k, protected=protected))
+    more = unpack(*select_topk(scores, seqlens, k + 1, protected=protected))
+    assert all(set(a) <= set(b) for a, b in zip(less, more, strict=True))
+
+
+@settings(max_examples=20)
+@given(problems())
+def test_padding_never_leaks(problem):
+    scores, seqlens, k, protected = problem
+    beyond = torch.arange(scores.shape[1]) >= seqlens[:, None]
+    poisoned = scores.masked_fill(beyond, torch.inf)
+    marked = None if protected is None else protected | beyond
+    want = select_topk_reference(scores, seqlens, k, protected=protected)
+    for run in (select_topk_reference, select_topk_triton):
+        got = run(*on_device(poisoned, seqlens, k), protected=on_device(marked)[0])
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("run", [select_topk_reference, select_topk_triton])
+def test_values_of_torch_topk(run):
+    """Long rows of distinct values: the kept values are torch.topk's."""
+    scores = torch.randn(2, 5000, generator=torch.Generator().manual_seed(1))
+    seqlens = torch.full((2,), 5000, dtype=torch.int32)
+    index, _ = run(*on_device(scores, seqlens), 777)
+    kept = scores.gather(1, index.cpu().long()).sort(descending=True).values
+    assert torch.equal(kept, scores.topk(777).values)
+    assert (index.diff() > 0).all()
+
+
+@pytest.mark.parametrize("run", [select_topk_reference, select_topk_triton])
+def test_strides(run):
+    """Views: every second slot, and rows of a wider tensor."""
+    wide = torch.randn(3, 400, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    mask = wide > 1
+    seqlens = torch.tensor([100, 7, 60], dtype=torch.int32, device=DEVICE)
+    for cut in ((slice(None), slice(None, 200, 2)), (slice(None), slice(17, 117))):
+        got = run(wide[cut], seqlens, 20, protected=mask[cut])
+        want = run(wide[cut].contiguous(), seqlens, 20, protected=mask[cut].contiguous())
+        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+@pytest.mark.parametrize("run", [select_topk_reference, select_topk_triton])
+def test_protected_beyond_quota(run):
+    """More protected slots than k: the newest protected ones stay, whatever they score."""
+    scores = torch.tensor([[torch.inf, 9.0, 5.0, torch.nan, -9.0, 8.0]], device=DEVICE)
+    protected = torch.tensor([[False, True, True, True, True, False]], device=DEVICE)
+    seqlens = torch.tensor([6], dtype=torch.int32, device=DEVICE)
+    assert run(scores, seqlens, 2, protected=protected)[0].tolist() == [[3, 4]]
+    assert run(scores, seqlens, 5, protected=protected)[0].tolist() == [[0, 1, 2, 3, 4]]
+
+
+def test_errors():
+    scores, lens = torch.zeros(2, 3), torch.zeros(2, dtype=torch.int32)
     with pytest.raises(ValueError, match="expected k >= 0, got -1"):
-        select_topk(s, lens, -1)
-
-
-def test_triton():
-    from sparsekv.kernels.topk import select_topk_triton
-
-    torch.manual_seed(0)
-    s = torch.randint(-2, 4, (5, 700)).float()
-    s[0, :5] = torch.nan
-    s[1, 3] = torch.inf
-    lens = torch.tensor([700, 20, 0, 1, 300], dtype=torch.int32)
-    k = torch.tensor([10, 40, 3, 0, 7], dtype=torch.int32)
-    prot = torch.rand(5, 700) < 0.3
-    for p in (None, prot):
-        for kk in (k, 90):
-            for m in (None, 20, 800):
-                a = select_topk_triton(s, lens, kk, protected=p, max_k=m)
-                b = select_topk_reference(s, lens, kk, protected=p, max_k=m)
-                assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
+        select_topk(scores, lens, -1)
+    with pytest.raises(ValueError, match="expected max_k >= 0, got -2"):
+        select_topk(scores, lens, lens, max_k=-2)
+    with pytest.raises(ValueError, match="expected seqlens of dtype"):
+        select_topk(scores, lens.long(), 1)
+    with pytest.raises(ValueError, match="expected k of shape"):
+        select_topk(scores, lens, lens[:1])
+    with pytest.raises(ValueError, match="expected protected of shape"):
+        select_topk(scores, lens, 1, protected=torch.zeros(2, 4, dtype=torch.bool))
