@@ -1,1 +1,58 @@
-"""Eviction policies, one small file each."""
+"""Eviction policies: one file each. To add one, write its file and its line in `POLICIES`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from sparsekv.policies.base import (
+    LayerPlan,
+    ModelShape,
+    Need,
+    Phase,
+    Policy,
+    Selection,
+    Stats,
+    TopK,
+)
+from sparsekv.policies.budgets import resolve_budget
+from sparsekv.policies.full import Full
+from sparsekv.policies.h2o import H2O
+from sparsekv.policies.layersplit import LayerSplit
+from sparsekv.policies.pyramid import Pyramid
+from sparsekv.policies.snapkv import SnapKV
+from sparsekv.policies.streaming import Streaming
+
+POLICIES: Mapping[str, type[Policy]] = MappingProxyType(
+    {policy.name: policy for policy in (Full, Streaming, H2O, SnapKV, Pyramid, LayerSplit)}
+)
+
+
+def get_policy(policy: str | Policy) -> Policy:
+    """The policy itself, or the one of that name with its default hyper-parameters."""
+    if isinstance(policy, Policy):
+        return policy
+    if isinstance(policy, str) and policy in POLICIES:
+        return POLICIES[policy]()
+    raise ValueError(f"expected a Policy or one of {', '.join(POLICIES)}, got {policy!r}")
+
+
+__all__ = [
+    "H2O",
+    "POLICIES",
+    "Full",
+    "LayerPlan",
+    "LayerSplit",
+    "ModelShape",
+    "Need",
+    "Phase",
+    "Policy",
+    "Pyramid",
+    "Selection",
+    "SnapKV",
+    "Stats",
+    "Streaming",
+    "TopK",
+    "get_policy",
+    "resolve_budget",
+]

@@ -101,7 +101,8 @@ class Policy(ABC):
     keeps: ClassVar[str]  # one line for tables: what survives
     paper: ClassVar[str]  # title and arXiv number
     stateful: ClassVar[bool] = False  # observe() maintains a score per slot
-    rerotates_sinks: ClassVar[bool] = False
+    ragged: ClassVar[bool] = False  # select() gives heads counts that only the device knows
+    rerotates_sinks: ClassVar[bool] = False  # cached tokens get contiguous positions
 
     @abstractmethod
     def plan(self, shape: ModelShape, tokens: int, budget: int) -> tuple[LayerPlan, ...]:
@@ -152,3 +153,17 @@ def pool_columns(columns: Tensor, kernel: int, mode: str, limit: Tensor) -> Tens
         flat = torch.where(inside, columns, -torch.inf)
         pooled = torch.nn.functional.max_pool1d(flat, kernel, stride=1, padding=kernel // 2)
     return torch.where(inside, pooled, columns)
+
+
+def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Raise ValueError unless `value` is one of `allowed`."""
+    if value not in allowed:
+        raise ValueError(f"expected {name} to be one of {', '.join(allowed)}, got {value!r}")
+
+
+def pooling(kernel: int, pool: str) -> None:
+    """Raise ValueError unless `pool_columns` accepts this kernel (odd) and mode."""
+    one_of("pool", pool, ("max", "avg", "none"))
+    positive("kernel", kernel)
+    if kernel % 2 == 0:
+        raise ValueError(f"expected kernel to be odd, so that pooling is centred, got {kernel}")

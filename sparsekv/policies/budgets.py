@@ -1,0 +1,108 @@
+"""Budgets in exact arithmetic: how many slots a row, and each of its layers, may keep.
+
+Integers and fractions only, no tensor: a plan is the same on every machine, its sum checkable.
+
+Pyramid (PyramidKV, arXiv 2406.02069). C slots a layer on average, w of them the window that every
+layer keeps; B = C - w are left for layers l = 0 .. L-1, most of them at the bottom:
+
+    low = B // beta        high = 2 B - low        b_l = high - (high - low) l / (L - 1)
+
+so that the b_l sum to L B. The budgets returned here include the window: b_l + w.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+from sparsekv.policies.base import positive
+
+
+def exact(value: float) -> Fraction:
+    """The decimal the user wrote: 0.2 is 1/5, not 0.2000000000000000111."""
+    return Fraction(repr(float(value)))
+
+
+def resolve_budget(budget: int | float, tokens: int) -> int:
+    """Slots kept per KV head of a row of `tokens` real tokens (padding excluded), at least 1.
+
+    An int is that many slots (it may exceed `tokens`); a float in (0, 1] is the fraction of the
+    tokens KEPT, rounded half up. So 1 is one slot and 1.0 is everything.
+    """
+    positive("tokens", tokens, at_least=0)
+    if isinstance(budget, bool) or not isinstance(budget, int | float):
+        raise ValueError(f"expected budget to be an int >= 1 or a float in (0, 1], got {budget!r}")
+    if isinstance(budget, int):
+        positive("budget", budget)
+        return budget
+    if not 0.0 < budget <= 1.0:  # NaN fails here too
+        raise ValueError(f"expected a float budget in (0, 1], the fraction kept, got {budget!r}")
+    return max(1, math.floor(exact(budget) * tokens + Fraction(1, 2)))
+
+
+def largest_remainder(targets: Sequence[Fraction], total: int) -> list[int]:
+    """Integers that sum to `total`: every target floored, the rest to the largest fractions.
+
+    Ties go to the lower index, so non-increasing targets stay non-increasing.
+    """
+    floors = [math.floor(target) for target in targets]
+    rest = total - sum(floors)
+    if not 0 <= rest <= len(floors):
+        raise ValueError(f"expected targets that sum to {total}, got {float(sum(targets))}")
+    by_fraction = sorted(range(len(floors)), key=lambda i: (floors[i] - targets[i], i))
+    for i in by_fraction[:rest]:
+        floors[i] += 1
+    return floors
+
+
+def water_fill(targets: Sequence[Fraction], cap: int) -> list[Fraction]:
+    """Cap non-increasing targets; what is cut off lifts all later targets by the same amount.
+
+    The sum and the order are kept. Needs sum(targets) <= cap * len(targets).
+    """
+    excess = Fraction(0)
+    for capped, target in enumerate(targets):
+        lift = excess / (len(targets) - capped)
+        if target + lift <= cap:
+            return [Fraction(cap)] * capped + [later + lift for later in targets[capped:]]
+        excess += target - cap
+    raise ValueError(
+        f"expected targets that fit under {len(targets)} x {cap}, got {float(sum(targets))}"
+    )
+
+
+def pyramid_exact(num_layers: int, tokens: int, budget: int, window: int, beta: int) -> list[int]:
+    """The pyramid with sum exactly num_layers * budget, non-increasing, each in [window, tokens].
+
+    A layer that would keep more than all tokens keeps all, and the deeper layers get the excess.
+    Uniform when no pyramid exists: one layer, budget <= window, or tokens <= budget.
+    """
+    free = budget - window
+    if num_layers == 1 or free < 1 or tokens <= budget:
+        return [budget] * num_layers
+    low = free // beta
+    high = 2 * free - low
+    ramp = [high - Fraction((high - low) * l, num_layers - 1) for l in range(num_layers)]
+    counts = largest_remainder(water_fill(ramp, tokens - window), num_layers * free)
+    return [count + window for count in counts]
+
+
+def pyramid_official(
+    num_layers: int, tokens: int, budget: int, window: int, beta: int
+) -> list[int]:
+    """The pyramid as the released code rounds it: a floored step, hence a sum above L * budget.
+
+    It is over budget by 4.3 % at L=32, C=128 and by 27.3 % at L=80, C=128 (w=8), and uniform for
+    budget <= tokens < 2 (budget - window). Only for comparison with published numbers.
+    """
+    free = budget - window
+    if num_layers == 1 or free < 1 or tokens < max(budget, 2 * free):
+        return [budget] * num_layers
+    low = free // beta
+    high = 2 * free - low
+    if high >= tokens - window:
+        high = tokens - window
+        low = 2 * free - high
+    step = (high - low) // (num_layers - 1)
+    return [high - step * l + window for l in range(num_layers)]

@@ -1,0 +1,211 @@
+"""What holds for every policy, whatever it ranks by."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from harness import prefill, protected, shape
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparsekv.policies import (
+    H2O,
+    POLICIES,
+    LayerSplit,
+    Policy,
+    Pyramid,
+    SnapKV,
+    Stats,
+    Streaming,
+    get_policy,
+)
+
+VARIANTS = [cls() for cls in POLICIES.values()] + [
+    Streaming(sinks=1, positions="cache"),
+    H2O(heavy_fraction=1.0),
+    SnapKV.kvpress(),
+    SnapKV(window=3, kernel=5, pool="avg", group="max"),
+    Pyramid(window=2),
+    LayerSplit(full_layers=0, window_rows=4, pool="max"),
+    LayerSplit(full_layers=1, recent=2, accum="sum"),
+]
+every_policy = pytest.mark.parametrize("policy", VARIANTS, ids=repr)
+quiet = pytest.mark.filterwarnings("ignore:pyramid gives all")
+
+
+def random_probabilities(tokens, seed, heads=4):
+    logits = 4 * torch.randn(heads, tokens, tokens, generator=torch.Generator().manual_seed(seed))
+    hidden = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+    return logits.masked_fill(hidden, -torch.inf).softmax(-1)
+
+
+def attend_at_random(seed, heads=4):
+    generator = torch.Generator().manual_seed(seed)
+    return lambda held: torch.randn(heads, held.shape[-1], generator=generator).softmax(-1)
+
+
+@quiet
+@every_policy
+@given(layers=st.integers(1, 40), tokens=st.integers(1, 3000), budget=st.integers(1, 3000))
+def test_plans(policy, layers, tokens, budget):
+    plan = policy.plan(shape(layers), tokens, budget)
+    assert len(plan) == layers
+    for layer in plan:
+        if layer.budget is None:
+            assert (layer.sinks, layer.recent, layer.decode) == (0, 0, "grow")
+            continue
+        assert layer.budget >= 1
+        assert min(layer.sinks, layer.recent) >= 0
+        assert layer.sinks + layer.recent <= layer.budget
+        assert tokens > budget or layer.budget >= tokens  # within budget: all kept
+
+
+@quiet
+@every_policy
+@given(
+    tokens=st.integers(1, 40), budget=st.integers(1, 24), layer=st.integers(0, 4), data=st.data()
+)
+def test_kept_set_contains_the_protected_and_fills_the_budget(policy, tokens, budget, layer, data):
+    seed = data.draw(st.integers(0, 2**16))
+    probabilities = random_probabilities(tokens, seed)
+    row = prefill(policy, probabilities, budget, num_kv_heads=2, num_layers=5, layer=layer)
+    held = min(tokens, row.plan.budget or tokens)
+    everything = torch.arange(tokens)
+    must = set(everything[protected(everything, row.plan, tokens)].tolist())
+    for kept in row.kept():
+        assert len(set(kept)) == held
+        assert must <= set(kept)
+
+
+@quiet
+@every_policy
+@given(tokens=st.integers(1, 20), budget=st.integers(1, 10), seed=st.integers(0, 2**16))
+def test_decoding_never_holds_more_than_planned_and_keeps_the_newest(policy, tokens, budget, seed):
+    row = prefill(
+        policy, random_probabilities(tokens, seed), budget, num_kv_heads=2, num_layers=5, layer=4
+    )
+    attend, start = attend_at_random(seed), row.positions.shape[-1]
+    for step, token in enumerate(range(tokens, tokens + 24), start=1):
+        row.decode(token, attend)
+        grown = start + step
+        limit = grown if row.plan.decode == "grow" else min(grown, row.plan.budget)
+        for kept in row.kept():
+            assert len(set(kept)) == limit
+            newest = range(token + 1)[-row.plan.recent :] if row.plan.recent else []
+            assert set(newest) <= set(kept)
+            # One that replaces attends its newest token, even if nothing is protected.
+            assert token in kept or row.plan.decode == "evict"
+
+
+def stats_of(policy, tokens, fill):
+    plan = policy.plan(shape(5), tokens, 4)[4]
+    scores = torch.full((1, 2, tokens), fill)
+    positions = torch.arange(tokens, dtype=torch.int32).expand(1, 2, -1)
+    lengths = torch.full((1, 2), tokens, dtype=torch.int32)
+    return Stats(scores, scores, positions, lengths, torch.tensor([plan.recent]))
+
+
+@quiet
+@every_policy
+@pytest.mark.parametrize("fill", [0.0, 0.125, -torch.inf])
+def test_equal_scores_keep_the_newest(policy, fill):
+    # Attention spread evenly, or a masked statistic: no infinity times zero, no arbitrary choice.
+    scores = policy.score(4, stats_of(policy, 12, fill))
+    assert scores.shape == (1, 2, 12)
+    assert scores.dtype == torch.float32
+    assert not scores.isnan().any()
+    uniform = torch.full((4, 12, 12), fill)
+    row = prefill(policy, uniform, 4, num_kv_heads=2, num_layers=5, layer=4)
+    sinks = list(range(row.plan.sinks))
+    if row.plan.budget == 4 and "avg" not in repr(policy):  # zero padding lowers the edges
+        assert row.kept() == [[*sinks, *range(8 + len(sinks), 12)]] * 2
+
+
+@every_policy
+def test_a_row_scores_the_same_in_a_ragged_batch(policy):
+    # Row 0 has 9 keys and 7 columns of padding that hold NaN, row 1 has 16.
+    recent = torch.tensor([2, 3], dtype=torch.int32)
+    lengths = torch.tensor([[9, 9], [16, 16]], dtype=torch.int32)
+    columns = torch.rand(2, 2, 16, generator=torch.Generator().manual_seed(3))
+    columns[0, :, 9:] = torch.nan
+    positions = torch.arange(16, dtype=torch.int32).expand(2, 2, -1)
+    together = policy.score(4, Stats(columns, columns, positions, lengths, recent))
+    for row, n in enumerate((9, 16)):
+        one = (slice(row, row + 1), slice(None), slice(n))
+        stats = Stats(
+            columns[one],
+            columns[one],
+            positions[one],
+            lengths[row : row + 1],
+            recent[row : row + 1],
+        )
+        torch.testing.assert_close(together[one], policy.score(4, stats), rtol=0, atol=0)
+
+
+@every_policy
+def test_needs_and_state_agree(policy):
+    for phase in ("prefill", "decode"):
+        assert not policy.stateful or policy.needs(4, phase) is not None
+    state = torch.rand(1, 2, 6)
+    positions = torch.arange(6, dtype=torch.int32).expand(1, 2, -1)
+    observed = policy.observe(4, "decode", state, torch.zeros_like(state), positions)
+    assert observed.shape == state.shape
+    assert (observed is state) or policy.stateful
+
+
+@every_policy
+def test_policies_are_values(policy):
+    assert policy == dataclasses.replace(policy)
+    assert len({policy, dataclasses.replace(policy)}) == 1
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        policy.group = "max"
+
+
+def test_registry():
+    assert list(POLICIES) == ["full", "streaming", "h2o", "snapkv", "pyramid", "layersplit"]
+    for name, cls in POLICIES.items():
+        assert cls.name == name
+        assert cls.keeps and cls.paper and cls.__doc__
+        assert get_policy(name) == cls()
+    with pytest.raises(TypeError):
+        POLICIES["mine"] = Policy
+    policy = SnapKV(window=4)
+    assert get_policy(policy) is policy
+
+
+@pytest.mark.parametrize("wrong", ["SnapKV", "", None, SnapKV, 3])
+def test_unknown_policies_are_refused_by_name(wrong):
+    with pytest.raises(ValueError, match=r"full, streaming, h2o, snapkv, pyramid, layersplit, got"):
+        get_policy(wrong)
+
+
+@pytest.mark.parametrize(
+    ("cls", "arguments"),
+    [
+        (Streaming, {"sinks": -1}),
+        (Streaming, {"sinks": 1.0}),
+        (Streaming, {"positions": "slot"}),
+        (H2O, {"heavy_fraction": 1.01}),
+        (H2O, {"heavy_fraction": float("nan")}),
+        (H2O, {"group": "layer_mean"}),
+        (SnapKV, {"window": 0}),
+        (SnapKV, {"window": True}),
+        (SnapKV, {"kernel": 4}),
+        (SnapKV, {"pool": "median"}),
+        (SnapKV, {"group": "none"}),
+        (Pyramid, {"window": 0}),
+        (Pyramid, {"beta": 1}),
+        (Pyramid, {"rounding": "floor"}),
+        (LayerSplit, {"full_layers": -1}),
+        (LayerSplit, {"window_rows": 0}),
+        (LayerSplit, {"recent": -1}),
+        (LayerSplit, {"accum": "mean"}),
+        (LayerSplit, {"pool": "max", "kernel": 2}),
+        (LayerSplit, {"budget_is": "total"}),
+    ],
+)
+def test_bad_hyper_parameters(cls, arguments):
+    with pytest.raises(ValueError, match=r"expected .*, got "):
+        cls(**arguments)
