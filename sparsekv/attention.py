@@ -1,0 +1,342 @@
+"""One layer, one forward: append -> attend -> observe -> select -> compact.
+
+The only file that knows this order. Three cases, as `SparseState.begin` sorts them:
+
+prefill  nothing cached: dense attention over the fresh K/V, then only what is kept is written;
+chunk    several tokens onto a cache: append them all, attend by position, drop down to the budget;
+decode   one token: append or replace a slot, paged attention, drop at most one slot.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparsekv.cache.paged import PagedKVCache
+from sparsekv.headwise import Keys, Queries, Scores, headwise_attention, headwise_columns
+from sparsekv.kernels.column_scores import column_scores
+from sparsekv.kernels.decode import paged_decode_attention
+from sparsekv.kernels.prefill import prefill_attention
+from sparsekv.policies.base import Need
+from sparsekv.selection import Candidates, Kept, choose, victim_slot
+from sparsekv.state import SparseState
+from sparsekv.step import Part
+
+_LAST = torch.iinfo(torch.int32).max
+
+
+def attend(
+    state: SparseState,
+    layer: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scores: Scores,
+) -> Tensor:
+    """Attention of T new tokens over what `layer` keeps, then eviction.
+
+    q [B, HQ, T, D], k and v [B, HK, T, D] after RoPE; mask: 2-D padding mask over all columns seen
+    so far and these T, or None. Returns [B, T, HQ, D]; rows of padding are 0.
+
+    Raises:
+        ValueError: see `SparseState.begin`.
+    """
+    outs = []
+    parts = state.begin(layer, q, k, mask)
+    for part in parts:
+        at = part.start - parts[0].start
+        piece = slice(at, at + part.tokens)
+        run = {"prefill": _prefill, "chunk": _chunk, "decode": _decode}[part.kind]
+        outs.append(run(state, layer, part, q[:, :, piece], k[:, :, piece], v[:, :, piece], scores))
+    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+
+
+def rollback(state: SparseState, tokens: int) -> None:
+    """Take back the last `tokens` columns of a recorded round and accept the others.
+
+    The layers return to their snapshot and replay the accepted tokens, so that slots, scores and
+    evictions are those of a run that never saw the rejected ones.
+
+    Raises:
+        ValueError: more tokens than were recorded since the last call.
+    """
+    if tokens:
+        recorded = min(len(state.log.get(layer, ())) for layer in range(len(state.layers)))
+        if tokens > recorded:
+            raise ValueError(
+                f"expected to crop at most the {recorded} tokens recorded since the last crop "
+                f"(activate_past_recording() starts recording), got {tokens}"
+            )
+        for layer, log in state.rewind(tokens).items():
+            for part, q, k, v, scores in log:
+                _decode(state, layer, part, q, k, v, scores)
+    state.settle()
+
+
+# ---------------------------------------------------------------------- prefill
+
+
+def _prefill(
+    state: SparseState, layer: int, part: Part, q: Tensor, k: Tensor, v: Tensor, scores: Scores
+) -> Tensor:
+    rows = part.on(q.device)
+    batch, heads = k.shape[:2]
+    flat_q, flat_k, flat_v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    lengths = (rows.cu, rows.cu, part.tokens, part.tokens)
+    geometry = {
+        "softmax_scale": scores.softmax_scale,
+        "softcap": scores.softcap,
+        "window": state.layers[layer].window,
+        "seqused_q": rows.used,
+        "seqused_k": rows.used,
+    }
+    out, lse = prefill_attention(flat_q, flat_k, flat_v, *lengths, sinks=scores.sinks, **geometry)
+
+    def columns_of(need: Need) -> Tensor:
+        return column_scores(
+            flat_q, flat_k, lse, *lengths,
+            rows=need.rows, statistic=need.statistic, group=need.group, **geometry,
+        ).expand(-1, heads, -1)  # fmt: skip
+
+    rank = torch.arange(part.tokens, dtype=torch.int32, device=k.device)
+    positions = (rank + (rows.pad + part.start)[:, None])[:, None].expand(batch, heads, -1)
+    held = rows.used[:, None].expand(batch, heads)
+    host = np.repeat(part.lengths[:, None], heads, axis=1)
+    candidates = Candidates(positions, held, host, None, rows.first)
+    _write_kept(state, layer, part, k, v, choose(state, layer, candidates, columns_of))
+    _remember_queries(state, layer, Queries(q, positions[:, 0], rows.used), rows.pad)
+    return out.unflatten(0, (batch, part.tokens))
+
+
+def _write_kept(
+    state: SparseState, layer: int, part: Part, k: Tensor, v: Tensor, kept: Kept
+) -> None:
+    """Write the kept tokens of a fresh prompt into slots 0, 1, ... of their heads."""
+    store, local = state.store(layer)
+    store.ensure(np.array([local]), kept.host[None], np.array([True]))
+    index = kept.selection.index
+    valid = index >= 0
+    source = torch.where(valid, index + part.on(k.device).pad[:, None, None], 0)
+    slots = torch.where(valid, torch.arange(index.shape[-1], device=k.device), -1).int()
+    slot_scores = kept.slot_scores
+    if slot_scores is not None:
+        slot_scores = slot_scores.gather(-1, index.clamp_min(0).long())
+    store.append(
+        local, k, v, slots, source + part.start, index=source, token_scores=slot_scores
+    )
+    store.set_lens(local, kept.selection.count, kept.host)
+
+
+# ---------------------------------------------------------------------- chunk
+
+
+def _chunk(
+    state: SparseState, layer: int, part: Part, q: Tensor, k: Tensor, v: Tensor, scores: Scores
+) -> Tensor:
+    rows, window = part.on(q.device), state.layers[layer].window
+    store, local = state.store(layer)
+    _append_chunk(store, local, part, k, v)
+    _shift_sinks(state, layer, part)
+    order, positions = _position_order(store, local)
+    keys = Keys(*store.gather(local, order), positions, store.seqlens[local])
+    column = torch.arange(part.start, part.end, dtype=torch.int32, device=q.device)
+    queries = Queries(q, column.expand(len(q), -1), rows.used)
+    out, lse = headwise_attention(queries, keys, scores, window)
+    remembered = state.queries.pop(layer, None)
+
+    def columns_of(need: Need) -> Tensor:
+        if need.rows is None:
+            return headwise_columns(queries, keys, lse, need, scores, window)
+        last = _observation_window(queries, remembered, rows.pad, need.rows)
+        last_lse = headwise_attention(last, keys, scores, window)[1]
+        return headwise_columns(last, keys, last_lse, need, scores, window)
+
+    slot_scores = None
+    if state.policy.stateful and layer in state.ordinal:
+        slot_scores = store.view(local, "scores").gather(-1, order)
+    host = store.lens[local]
+    candidates = Candidates(positions, keys.held, host, slot_scores, rows.first)
+    _drop(store, local, order, choose(state, layer, candidates, columns_of))
+    _remember_queries(state, layer, queries, rows.pad, remembered)
+    return out
+
+
+def _append_chunk(store: PagedKVCache, local: int, part: Part, k: Tensor, v: Tensor) -> None:
+    """Append every real token of a chunk, for a moment over budget."""
+    heads, tokens = k.shape[1:3]
+    rows = part.on(k.device)
+    host = store.lens[local] + part.lengths[:, None].astype(np.int32)
+    store.ensure(np.array([local]), (host - store.lens[local])[None], np.array([True]))
+    lens = store.seqlens[local]
+    rank = torch.arange(tokens, dtype=torch.int32, device=k.device) - rows.pad[:, None]  # [B, T]
+    slots = torch.where(rank[:, None] >= 0, lens[..., None] + rank[:, None], -1)
+    column = torch.arange(part.start, part.end, dtype=torch.int32, device=k.device)
+    store.append(local, k, v, slots, column.expand(len(k), heads, -1))
+    store.set_lens(local, lens + rows.used[:, None], host)
+
+
+def _position_order(store: PagedKVCache, local: int) -> tuple[Tensor, Tensor]:
+    """Slots in ascending position, int64 [B, HK, S], and those positions; free slots come last."""
+    positions = store.view(local, "positions")
+    slot = torch.arange(positions.shape[-1], device=positions.device)
+    in_use = slot < store.seqlens[local][..., None]
+    ordered, order = torch.where(in_use, positions, _LAST).sort(dim=-1)
+    width = int(store.lens[local].max())
+    return order[..., :width], ordered[..., :width]
+
+
+def _drop(store: PagedKVCache, local: int, order: Tensor, kept: Kept) -> None:
+    """Write scores back and compact the layer to `kept`, whose indices run along `order`."""
+    if kept.slot_scores is not None:
+        by_slot = store.view(local, "scores").scatter(-1, order, kept.slot_scores)
+        store.store_scores(local, by_slot)
+    if kept.everything:
+        return
+    index = kept.selection.index
+    slots = order.gather(-1, index.clamp_min(0).long())
+    votes = torch.zeros_like(store.view(local, "positions"))
+    votes.scatter_add_(-1, slots, (index >= 0).int())
+    store.compact(local, votes > 0, kept.host)
+    store.trim(local)
+
+
+# ---------------------------------------------------------------------- observation window
+
+
+def _remember_queries(
+    state: SparseState,
+    layer: int,
+    queries: Queries,
+    pad: Tensor,
+    remembered: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """Keep the last queries of this forward for a chunk that may follow."""
+    ordinal = state.ordinal.get(layer)
+    need = None if ordinal is None else state.policy.needs(ordinal, "prefill")
+    if state.keep_queries and need is not None and need.rows is not None:
+        last = _observation_window(queries, remembered, pad, need.rows)
+        state.queries[layer] = (last.q, last.positions)
+
+
+def _observation_window(
+    queries: Queries, remembered: tuple[Tensor, Tensor] | None, pad: Tensor, rows: int
+) -> Queries:
+    """The last `rows` real queries of remembered and new ones; missing ones sit at column -1."""
+    q, positions = queries.q, queries.positions
+    rank = torch.arange(positions.shape[-1], device=q.device)
+    positions = torch.where(rank >= pad[:, None], positions, -1)
+    if remembered is not None:
+        q = torch.cat([remembered[0], q], dim=2)
+        positions = torch.cat([remembered[1], positions], dim=1)
+    positions, order = positions.sort(dim=-1, stable=True)
+    order = order[:, None, -rows:, None].expand(-1, q.shape[1], -1, q.shape[-1])
+    positions = positions[:, -rows:].int()
+    return Queries(q.gather(2, order), positions, (positions >= 0).sum(-1, dtype=torch.int32))
+
+
+# ---------------------------------------------------------------------- decode
+
+
+def _decode(
+    state: SparseState, layer: int, part: Part, q: Tensor, k: Tensor, v: Tensor, scores: Scores
+) -> Tensor:
+    store, local = state.store(layer)
+    pool, spec = store.pool, state.layers[layer]
+    state.queries.pop(layer, None)
+    if state.recording:
+        state.open_round(layer)
+        state.log[layer].append((part, q, k, v, scores))
+        store.ensure(np.array([local]), np.ones_like(store.lens[:1]), state.rewrites[[layer]])
+    _append_token(state, layer, part, k, v)
+    _shift_sinks(state, layer, part)
+    ordinal = state.ordinal.get(layer)
+    need = None if ordinal is None else state.policy.needs(ordinal, "decode")
+    group = None if need is None else ("mean" if need.group == "layer_mean" else need.group)
+    column = torch.full((len(q),), part.start, dtype=torch.int32, device=q.device)
+    out, _, probs = paged_decode_attention(
+        q[:, :, 0], pool.k_pages, pool.v_pages, store.block_table[local], store.seqlens[local],
+        softmax_scale=scores.softmax_scale, softcap=scores.softcap, sinks=scores.sinks,
+        window=spec.window, positions=pool.positions if spec.window else None,
+        q_positions=column if spec.window else None, probs=group,
+    )  # fmt: skip
+    if need is not None and ordinal is not None and probs is not None:
+        if need.group == "layer_mean":
+            probs = probs.mean(1, keepdim=True).expand_as(probs)
+        old = store.view(local, "scores")
+        columns, positions = probs[..., : old.shape[-1]], store.view(local, "positions")
+        new = state.policy.observe(ordinal, "decode", old, columns, positions)
+        store.store_scores(local, new)
+    _evict_token(state, layer, part)
+    return out[:, None]
+
+
+def _append_token(state: SparseState, layer: int, part: Part, k: Tensor, v: Tensor) -> None:
+    """Append the token to each head, or let it take the slot of the head's victim."""
+    assert state.limits is not None
+    store, local = state.store(layer)
+    lens, host = store.seqlens[local], store.lens[local] + 1
+    slots = lens
+    if state.limits.mode[layer] == "replace":
+        host = np.minimum(host, state.limits.budget[layer][:, None])
+        if (host == store.lens[local]).any():
+            budget = state.limits.on(k.device, layer)[0][:, None]
+            slots = torch.where(lens >= budget, _victim(state, layer, part).int(), lens)
+    column = slots.new_full((*slots.shape, 1), part.start)
+    store.append(local, k, v, slots[..., None], column)
+    store.set_lens(local, torch.maximum(lens, slots + 1), host)
+
+
+def _evict_token(state: SparseState, layer: int, part: Part) -> None:
+    """In layers that attend budget + 1 keys: drop the victim again."""
+    assert state.limits is not None
+    store, local = state.store(layer)
+    limit = state.limits.budget[layer][:, None]
+    if state.limits.mode[layer] != "evict" or not (store.lens[local] > limit).any():
+        return
+    lens = store.seqlens[local]
+    budget = state.limits.on(lens.device, layer)[0][:, None]
+    victim = torch.where(lens > budget, _victim(state, layer, part), -1)
+    slot = torch.arange(store.width(local) * store.pool.page_size, device=lens.device)
+    store.compact(local, slot != victim[..., None], np.minimum(store.lens[local], limit))
+
+
+def _victim(state: SparseState, layer: int, part: Part) -> Tensor:
+    assert state.limits is not None
+    store, local = state.store(layer)
+    positions, ordinal = store.view(local, "positions"), state.ordinal.get(layer)
+    if ordinal is None:  # a sliding layer gives up its oldest token
+        score = positions.float()
+    else:
+        score = state.policy.evict_score(ordinal, store.view(local, "scores"), positions)
+    _, sinks, recent = state.limits.on(positions.device, layer)
+    return victim_slot(
+        score, positions, store.seqlens[local], column=part.start,
+        first=part.on(positions.device).first, sinks=sinks, recent=recent,
+    )  # fmt: skip
+
+
+def _shift_sinks(state: SparseState, layer: int, part: Part) -> None:
+    """StreamingLLM's contiguous positions: move the sink keys next to the recent ones.
+
+    Sinks hold the first slots of every head and nothing moves them. Their true keys are put aside
+    while nothing is evicted yet, so that rounding does not add up over the steps.
+    """
+    shift = state.sink_shift
+    if shift is None or layer not in state.ordinal:
+        return
+    store, local = state.store(layer)
+    count = min(shift.sinks, store.width(local) * store.pool.page_size)
+    slots = torch.arange(count, device=store.seqlens.device)
+    order = slots.expand(*store.seqlens[local].shape, -1)
+    now = store.gather(local, order)[0]
+    delta = torch.from_numpy(part.seen - store.lens[local][:, 0]).to(slots.device)
+    moved = (delta > 0)[:, None, None, None]
+    true = torch.where(moved, state.true_sinks.get(layer, now), now)
+    state.true_sinks[layer] = true
+    _, sinks, _ = state.limits.on(slots.device, layer)  # type: ignore[union-attr]
+    moved = moved & (slots < sinks[:, None])[:, None, :, None]
+    page = store.block_table[local].long().gather(-1, order // store.pool.page_size)
+    offset = order % store.pool.page_size
+    store.pool.k_pages[page, offset] = torch.where(moved, shift.rotate(true, delta), now)

@@ -1,0 +1,107 @@
+"""The page pool: K/V pages of one head dim on one device, with a free list and refcounts.
+
+A page holds `page_size` slots of ONE KV head of ONE layer of ONE row, so any per-layer, per-head
+budget frees real memory. Beside K and V every slot carries the column of its token and a score.
+Page 0 is the null page: unused block-table entries point at it, and nobody ever owns it.
+Ownership is kept on the host; nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# Growing adds at least this fraction of the pool, so that copies stay rare and waste stays small.
+_GROWTH = 1 / 32
+
+
+class PagePool:
+    """Pages [N, P, D] of keys and values, positions int32 [N, P] and scores fp32 [N, P].
+
+    Args:
+        page_size: slots a page, one of 16, 32, 64.
+    """
+
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int = 16
+    ) -> None:
+        if page_size not in (16, 32, 64):
+            raise ValueError(f"expected page_size to be 16, 32 or 64, got {page_size}")
+        self.device, self.dtype = device, dtype
+        self.head_dim, self.page_size = head_dim, page_size
+        self.k_pages = torch.empty(1, page_size, head_dim, dtype=dtype, device=device)
+        self.v_pages = torch.empty(1, page_size, head_dim, dtype=dtype, device=device)
+        self.positions = torch.zeros(1, page_size, dtype=torch.int32, device=device)
+        self.scores = torch.zeros(1, page_size, dtype=torch.float32, device=device)
+        self.refcount = np.ones(1, dtype=np.int32)  # the null page is never free
+        self._free: list[int] = []
+        self.has_shared = False
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that exist, the null page not counted."""
+        return len(self.refcount) - 1
+
+    @property
+    def pages_free(self) -> int:
+        """Pages that exist and are owned by nobody."""
+        return len(self._free)
+
+    @property
+    def pages_used(self) -> int:
+        """Pages that at least one block table points at."""
+        return self.num_pages - len(self._free)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the K and V tensors that exist, free pages and the null page included."""
+        return self.k_pages.nbytes + self.v_pages.nbytes
+
+    def reserve(self, count: int) -> None:
+        """Make sure that `count` pages are free, growing the tensors if need be."""
+        missing = count - len(self._free)
+        if missing <= 0:
+            return
+        # A new pool is sized exactly: the caller has planned all layers.
+        extra = missing if self.num_pages == 0 else max(missing, int(self.num_pages * _GROWTH))
+        old = len(self.refcount)
+        for name in ("k_pages", "v_pages", "positions", "scores"):  # one after the other: lower peak
+            setattr(self, name, _grown(getattr(self, name), old + extra))
+        self.refcount = np.concatenate([self.refcount, np.zeros(extra, dtype=np.int32)])
+        self._free.extend(range(old + extra - 1, old - 1, -1))
+
+    def allocate(self, count: int) -> np.ndarray:
+        """Take `count` pages; returns their ids, int32 [count], each with refcount 1."""
+        self.reserve(count)
+        ids = np.array(self._free[len(self._free) - count :][::-1], dtype=np.int32)
+        del self._free[len(self._free) - count :]
+        self.refcount[ids] = 1
+        return ids
+
+    def share(self, ids: np.ndarray) -> None:
+        """Add one owner to each page in `ids` (repeats count); null pages are ignored."""
+        ids = ids[ids != 0]
+        np.add.at(self.refcount, ids, 1)
+        self.has_shared = self.has_shared or bool((self.refcount[ids] > 1).any())
+
+    def release(self, ids: np.ndarray) -> None:
+        """Drop one owner of each page in `ids`; pages without an owner become free."""
+        ids = ids[ids != 0]
+        np.subtract.at(self.refcount, ids, 1)
+        unique = np.unique(ids)
+        assert (self.refcount[unique] >= 0).all(), "a page was released more often than owned"
+        self._free.extend(unique[self.refcount[unique] == 0].tolist())
+
+    def copy(self, source: np.ndarray, target: np.ndarray) -> None:
+        """Copy whole pages `source[i]` -> `target[i]` (copy-on-write)."""
+        pair = torch.from_numpy(np.stack([source, target]).astype(np.int64)).to(self.device)
+        for pages in (self.k_pages, self.v_pages, self.positions, self.scores):
+            pages[pair[1]] = pages[pair[0]]
+
+
+def _grown(tensor: Tensor, pages: int) -> Tensor:
+    """`tensor` with its first axis extended to `pages`; the new part is not initialised."""
+    new = tensor.new_empty(pages, *tensor.shape[1:])
+    new[: tensor.shape[0]] = tensor
+    return new

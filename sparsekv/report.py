@@ -1,0 +1,66 @@
+"""What a cache holds: kept tokens per layer and KV head, bytes that exist, pages."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Tokens kept per KV head: over the heads and rows of a layer, or over everything."""
+
+    min: int
+    mean: float
+    max: int
+
+
+@dataclass(frozen=True)
+class CacheReport:
+    """Figures of one cache.
+
+    tokens_seen: real tokens fed so far, per row (padding not counted).
+    kv_bytes: bytes of the K and V tensors that exist, measured; free pages included.
+    dense_bytes: what a dense cache (sliding layers cut to their window) holds for the same input.
+    metadata_bytes: positions, scores, block tables and lengths that exist beside K and V.
+    """
+
+    policy: str
+    tokens_seen: tuple[int, ...]
+    kept: Kept
+    layers: tuple[Kept, ...]
+    kv_bytes: int
+    dense_bytes: int
+    metadata_bytes: int
+    pages_used: int
+    pages_free: int
+    page_size: int
+
+    @property
+    def ratio(self) -> float:
+        """kv_bytes / dense_bytes."""
+        return self.kv_bytes / self.dense_bytes if self.dense_bytes else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain Python values, ready for JSON."""
+        plain = asdict(self)
+        plain["tokens_seen"] = list(self.tokens_seen)
+        plain["layers"] = [asdict(layer) for layer in self.layers]
+        return {**plain, "ratio": self.ratio}
+
+    def __str__(self) -> str:
+        lines = [
+            f"policy {self.policy}: {', '.join(map(str, self.tokens_seen))} tokens seen",
+            f"kept per layer and KV head: {self.kept.min} min, {self.kept.mean:.1f} mean, "
+            f"{self.kept.max} max",
+            f"KV {self.kv_bytes / _MIB:.2f} MiB held, dense {self.dense_bytes / _MIB:.2f} MiB, "
+            f"ratio {self.ratio:.3f} (beside it {self.metadata_bytes / _MIB:.2f} MiB of tables)",
+            f"pages of {self.page_size} slots: {self.pages_used} used, {self.pages_free} free",
+        ]
+        lines += [
+            f"  layer {i:3d}: {layer.min} / {layer.mean:.1f} / {layer.max}"
+            for i, layer in enumerate(self.layers)
+        ]
+        return "\n".join(lines)

@@ -1,0 +1,123 @@
+"""From statistics to kept keys: observe, score, protect, top-k; and the victim of a decode step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparsekv.kernels.topk import select_topk
+from sparsekv.policies.base import Need, Selection, Stats, TopK
+from sparsekv.state import SparseState
+
+_LAST = torch.iinfo(torch.int32).max
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Keys of one layer in ascending position order.
+
+    positions int32 [B, HK, S]; held int32 [B, HK] how many are real, host the same on the host;
+    slot_scores fp32 [B, HK, S] of stateful policies; first int32 [B] first real column of a row.
+    """
+
+    positions: Tensor
+    held: Tensor
+    host: np.ndarray
+    slot_scores: Tensor | None
+    first: Tensor
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What stays: the selection, its counts on the host int [B, HK], and the slot scores."""
+
+    selection: Selection
+    host: np.ndarray
+    slot_scores: Tensor | None
+    everything: bool
+
+
+def choose(
+    state: SparseState, layer: int, keys: Candidates, columns_of: Callable[[Need], Tensor]
+) -> Kept:
+    """Let the policy see the statistic it asked for and decide which of `keys` stay.
+
+    columns_of(need) -> fp32 [B, HK, S] computes a statistic; it is not called if nobody needs it.
+    """
+    assert state.limits is not None
+    policy, ordinal = state.policy, state.ordinal.get(layer)
+    host = np.minimum(state.limits.keep[layer][:, None], keys.host)
+    drop = bool((host < keys.host).any())
+    need = None if ordinal is None else policy.needs(ordinal, "prefill")
+    columns = columns_of(need) if need is not None and (policy.stateful or drop) else None
+    slot_scores = keys.slot_scores
+    if columns is not None and policy.stateful and ordinal is not None:
+        old = torch.zeros_like(columns) if slot_scores is None else slot_scores
+        slot_scores = policy.observe(ordinal, "prefill", old, columns, keys.positions)
+    if not drop:
+        return Kept(_newest(keys, keys.held), host, slot_scores, True)
+    keep = torch.from_numpy(host.astype(np.int32)).to(keys.held.device)
+    if ordinal is None:  # a sliding layer: the newest window - 1
+        return Kept(_newest(keys, keep), host, slot_scores, False)
+    _, sinks, recent = state.limits.on(keys.held.device, layer)
+    stats = Stats(columns, slot_scores, keys.positions, keys.held, recent)
+    scores = policy.score(ordinal, stats).float()
+    width = None if policy.ragged else int(host.max())
+    selection = policy.select(
+        scores, keep, _protected(keys, sinks, recent), _per_head_topk(keys.held, width)
+    )
+    if policy.ragged:
+        host = selection.count.cpu().numpy()
+    return Kept(selection, host, slot_scores, False)
+
+
+def _newest(keys: Candidates, keep: Tensor) -> Selection:
+    """The last `keep` int32 [B, HK] keys."""
+    rank = torch.arange(keys.positions.shape[-1], dtype=torch.int32, device=keep.device)
+    index = rank + (keys.held - keep)[..., None]
+    return Selection(torch.where(rank < keep[..., None], index, -1).int(), keep)
+
+
+def _protected(keys: Candidates, sinks: Tensor, recent: Tensor) -> Tensor:
+    rank = torch.arange(keys.positions.shape[-1], device=keys.held.device)
+    newest = rank >= (keys.held - recent[:, None])[..., None]
+    return newest | (keys.positions < (keys.first + sinks)[:, None, None])
+
+
+def _per_head_topk(held: Tensor, width: int | None) -> TopK:
+    def topk(scores: Tensor, keep: Tensor, protected: Tensor) -> Selection:
+        index, count = select_topk(
+            scores.flatten(0, 1), held.flatten(), keep.flatten(),
+            protected=protected.flatten(0, 1), max_k=width,
+        )  # fmt: skip
+        return Selection(index.unflatten(0, held.shape), count.view(held.shape))
+
+    return topk
+
+
+def victim_slot(
+    scores: Tensor,
+    positions: Tensor,
+    seqlens: Tensor,
+    *,
+    column: int,
+    first: Tensor,
+    sinks: Tensor,
+    recent: Tensor,
+) -> Tensor:
+    """The slot a decode step gives up: lowest score, then lowest position. int64 [B, HK].
+
+    scores fp32, positions int32 [B, HK, S]; seqlens int32 [B, HK] slots in use; column: the current
+    token's. Tokens at columns below first + sinks or above column - recent are not considered.
+    """
+    slot = torch.arange(scores.shape[-1], device=scores.device)
+    candidate = slot < seqlens[..., None]
+    candidate &= positions >= (first + sinks)[:, None, None]
+    candidate &= positions <= (column - recent)[:, None, None]
+    scores = torch.where(candidate, scores.nan_to_num(nan=-torch.inf), torch.inf)
+    lowest = candidate & (scores == scores.amin(-1, keepdim=True))
+    return torch.where(lowest, positions, _LAST).argmin(-1)

@@ -1,0 +1,248 @@
+"""Everything one sparse cache knows: page stores, limits, rows seen, and what rollback needs.
+
+Policy-aware but framework-free: a Hugging Face cache, an engine or a test drives it through
+`begin` and `sparsekv.attention.attend`. Columns count padding; `tokens` counts real tokens only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparsekv.cache.paged import PagedKVCache, Snapshot
+from sparsekv.cache.pages import PagePool
+from sparsekv.plan import LayerSpec, Limits, make_limits
+from sparsekv.policies.base import ModelShape, Policy
+from sparsekv.rope import SinkShift
+from sparsekv.step import Part, real_lengths
+
+
+class SparseState:
+    """The state behind one cache.
+
+    Args:
+        policy, budget: see `sparsekv.patch`.
+        layers: one `LayerSpec` per attention layer, in order.
+        page_size: 16, 32 or 64.
+        sink_shift: how to rotate keys, for policies that re-index positions.
+
+    Attributes:
+        draft_start: column from which tokens of a recorded forward are drafts, or None: those fed
+            into an empty cache are the prompt, later ones drafts.
+        keep_queries: keep the last queries of a prefill until the first decode step, so that a
+            further chunk can be scored by a full observation window.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        budget: int | float,
+        layers: Sequence[LayerSpec],
+        *,
+        page_size: int = 16,
+        sink_shift: SinkShift | None = None,
+    ) -> None:
+        self.policy, self.budget = policy, budget
+        self.layers, self.page_size = list(layers), page_size
+        full = (i for i, spec in enumerate(self.layers) if spec.window is None)
+        self.ordinal = {layer: i for i, layer in enumerate(full)}
+        self.sink_shift = sink_shift
+        self.draft_start: int | None = None
+        self.keep_queries = True
+        self.recording = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget every token and give all memory back."""
+        self.seen = [0] * len(self.layers)
+        self.tokens = np.zeros(0, dtype=np.int64)
+        self.first = np.zeros(0, dtype=np.int64)
+        self.limits: Limits | None = None
+        self.queries: dict[int, tuple[Tensor, Tensor]] = {}
+        self.true_sinks: dict[int, Tensor] = {}
+        self.snapshots: dict[int, Snapshot] = {}
+        self.log: dict[int, list[tuple[Part, Tensor, Tensor, Tensor]]] = {}
+        self._stores: dict[int, tuple[PagedKVCache, int]] = {}
+        self._parts: list[Part] = []
+        self._start = -1
+
+    # ------------------------------------------------------------------ stores
+
+    def store(self, layer: int) -> tuple[PagedKVCache, int]:
+        """The page store of a layer and the layer's index in it."""
+        return self._stores[layer]
+
+    @property
+    def stores(self) -> list[PagedKVCache]:
+        """All stores, one per device."""
+        return list({id(store): store for store, _ in self._stores.values()}.values())
+
+    def _open_store(self, layer: int, k: Tensor) -> None:
+        """Create the store of all layers that are expected on the device of `layer`."""
+        expected = self.layers[layer].device
+        members = [
+            i
+            for i, spec in enumerate(self.layers)
+            if spec.device == expected and i not in self._stores
+        ]
+        pool = PagePool(k.device, k.dtype, k.shape[-1], self.page_size)
+        store = PagedKVCache(pool, len(members), k.shape[0], k.shape[1])
+        self._stores |= {member: (store, i) for i, member in enumerate(members)}
+
+    # ------------------------------------------------------------------ forwards
+
+    def begin(self, layer: int, q: Tensor, k: Tensor, mask: Tensor | None) -> list[Part]:
+        """The parts of the forward that `layer` is about to run; planned by its first layer.
+
+        q [B, HQ, T, D], k [B, HK, T, D]; mask: padding mask over all columns, or None.
+
+        Raises:
+            ValueError: another batch size than before, a mask that is no left padding, or a cache
+                that a failed forward left half-written.
+        """
+        batch, _, tokens, _ = k.shape
+        if not self.tokens.size:
+            self.tokens = np.zeros(batch, dtype=np.int64)
+            self.first = np.zeros(batch, dtype=np.int64)
+        if batch != len(self.tokens):
+            raise ValueError(f"expected a batch of {len(self.tokens)} rows, got {batch}")
+        if self.seen[layer] != self._start:
+            self._plan_forward(layer, q, k, mask)
+        elif tokens != sum(part.tokens for part in self._parts):
+            raise ValueError("expected the layers of one forward to see the same tokens")
+        if layer not in self._stores:
+            self._open_store(layer, k)
+            self._prepare(layer)
+        store, _ = self._stores[layer]
+        if (k.shape[1], k.shape[3]) != (store.lens.shape[2], store.pool.head_dim):
+            raise ValueError(
+                f"expected {store.lens.shape[2]} KV heads of {store.pool.head_dim} in every layer, "
+                f"got {k.shape[1]} of {k.shape[3]} in layer {layer}"
+            )
+        self.seen[layer] += tokens
+        return self._parts
+
+    def _plan_forward(self, layer: int, q: Tensor, k: Tensor, mask: Tensor | None) -> None:
+        batch, _, tokens, head_dim = k.shape
+        start = self.seen[layer]
+        if len(set(self.seen)) != 1:
+            raise ValueError("expected a whole cache, got one that a failed forward left half-written")
+        lengths = real_lengths(mask, start, batch, tokens)
+        new_rows = (self.tokens == 0) & (lengths > 0)
+        self.first = np.where(new_rows, start + tokens - lengths, self.first)
+        parts = self._split(start, tokens, lengths)
+        if parts[0].kind != "decode":
+            shape = ModelShape(len(self.ordinal), q.shape[1], k.shape[1], head_dim)
+            self.limits = make_limits(
+                self.policy, self.budget, self.layers, shape, parts[0].seen
+            )
+        self._start, self._parts = start, parts
+        self.tokens = self.tokens + lengths
+        for member in {id(store): i for i, (store, _) in self._stores.items()}.values():
+            self._prepare(member)
+
+    def _split(self, start: int, tokens: int, lengths: np.ndarray) -> list[Part]:
+        """A forward as its prompt part, if any, and one decode part per draft or decoded token."""
+        prompt = self._prompt_columns(start, tokens)
+        if tokens == 1 and self.tokens.any():
+            prompt = 0
+        drafts = tokens - prompt
+        if drafts and (lengths < drafts).any():
+            raise ValueError("expected a real token in every row of a decode step, got padding")
+        parts = []
+        if prompt:
+            kind = "chunk" if self.tokens.any() else "prefill"
+            real = lengths - drafts
+            parts.append(Part(kind, start, prompt, real, self.tokens + real, self.first))
+        ones = np.ones(len(lengths), dtype=np.int64)
+        for i in range(drafts):
+            seen = self.tokens + lengths - drafts + i + 1
+            parts.append(Part("decode", start + prompt + i, 1, ones, seen, self.first))
+        return parts
+
+    def _prompt_columns(self, start: int, tokens: int) -> int:
+        """How many leading columns of this forward are prompt; the others are decode steps."""
+        if not self.recording:
+            return tokens
+        if self.draft_start is not None:
+            return min(max(self.draft_start - start, 0), tokens)
+        return 0 if start else tokens
+
+    def _prepare(self, layer: int) -> None:
+        """Find pages for the forward, for all layers of a store at once."""
+        store, _ = self._stores[layer]
+        members = np.array([i for i, (other, _) in self._stores.items() if other is store])
+        part = self._parts[0]
+        assert self.limits is not None
+        if part.kind == "prefill":
+            keep = np.minimum(self.limits.keep[members], part.lengths)
+            pages = -(-keep // store.pool.page_size)
+            store.pool.reserve(int(pages.sum()) * store.lens.shape[2])
+        elif part.kind == "decode" and not self.recording:
+            held = store.lens
+            room = held < self.limits.budget[members][:, :, None]
+            grows = room | ~self.replaces[members][:, None, None]
+            store.ensure(np.arange(len(members)), grows.astype(np.int32), self.rewrites[members])
+
+    @property
+    def replaces(self) -> np.ndarray:
+        """bool [L]: layers where a decode step overwrites a slot once the budget is in use."""
+        assert self.limits is not None
+        return np.array([mode == "replace" for mode in self.limits.mode])
+
+    @property
+    def rewrites(self) -> np.ndarray:
+        """bool [L]: layers where a decode step writes slots that exist (KV or scores)."""
+        assert self.limits is not None
+        return np.array(
+            [
+                mode != "grow" or (self.policy.stateful and layer in self.ordinal)
+                for layer, mode in enumerate(self.limits.mode)
+            ]
+        )
+
+    # ------------------------------------------------------------------ rows and rollback
+
+    def select_rows(self, rows: np.ndarray) -> None:
+        """Make row i a fork of old row rows[i]: beam search, batch repeat, batch select."""
+        if not self.tokens.size:
+            return
+        for store in self.stores:
+            store.select_rows(rows)
+        self.tokens, self.first = self.tokens[rows], self.first[rows]
+        self.limits = self.limits.select_rows(rows) if self.limits else None
+
+        def pick(x: Tensor) -> Tensor:
+            return x[torch.from_numpy(rows).to(x.device)]
+
+        self.queries = {i: (pick(q), pick(p)) for i, (q, p) in self.queries.items()}
+        self.true_sinks = {i: pick(k) for i, k in self.true_sinks.items()}
+
+    def open_round(self, layer: int) -> None:
+        """Snapshot a layer before its first draft token since the last `settle`."""
+        if layer not in self.snapshots:
+            store, index = self._stores[layer]
+            self.snapshots[layer] = store.snapshot(index)
+            self.log[layer] = []
+
+    def rewind(self, tokens: int) -> dict[int, list]:
+        """Back to the start of the round; returns what each layer must replay to lose `tokens`."""
+        replay = {layer: log[: len(log) - tokens] for layer, log in self.log.items()}
+        for layer, snapshot in self.snapshots.items():
+            store, _ = self._stores[layer]
+            store.restore(snapshot)
+            self.seen[layer] -= tokens
+            self.log[layer] = []
+        self.snapshots = {}
+        self.tokens = self.tokens - tokens
+        self._start = -1
+        return replay
+
+    def settle(self) -> None:
+        """Accept every draft token of the round."""
+        for layer, snapshot in self.snapshots.items():
+            self._stores[layer][0].drop(snapshot)
+        self.snapshots, self.log = {}, {}
