@@ -1,40 +1,200 @@
 """Paged decode attention: one query token per row over ragged per-KV-head page tables.
 
-For row b, query head h, KV head g = h // G and the slots j < cache_seqlens[b, g]:
+For row b, query head h, its KV head h // G and the slots j < n = cache_seqlens[b, h // G]:
 
-    x_j = softmax_scale * <q[b,h], k_j>,  then c * tanh(x_j / c) with a softcap c,
-    visible_j = window is None or q_positions[b] - positions_j < window,
+    x_j = softmax_scale * <q, k_j>,  then softcap * tanh(x_j / softcap) where there is a softcap,
+    j is visible  iff  window is None or q_positions[b] - positions_j < window,
     lse = log(sum_visible exp(x_j) + exp(sink_h)),  p_j = exp(x_j - lse),  out = sum_j p_j v_j.
 
 A head without a visible key gives out = 0, lse = -inf, p = 0 (with a sink too).
+
+Kernel: a program owns one KV head, its G query heads (padded to 16 rows) and one CHUNK of slots.
+The chunk size comes from shapes, never from lengths, so the grid is constant (CUDA graphs). The
+page ids of a tile are loaded one tile ahead: a table load right in front of a K load would leave
+the pipeline one buffer instead of two. Partial (m, l, acc) are merged in chunk order
+(`_decode_merge.py`); a single chunk writes the result itself. Slots >= n are never read. Results
+do not depend on page ids; they do not depend on the rest of the batch for a given chunk_size.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-PROBS = (None, "none", "mean", "max", "sum")
+from ._common import (
+    ARCHS,
+    DTYPES,
+    LOG2E,
+    base2_logits,
+    check_dtype,
+    check_last_contiguous,
+    launch_options,
+    lookup,
+    padded_head_dim,
+)
+from ._decode_merge import combine, merge_signatures, probabilities, softmax_finish
+from .reference.decode import check_decode, check_window, paged_decode_attention_reference
+
+_HEAD_DIMS = (16, 32, 64, 128, 256)
+
+# (arch, padded head_dim) -> (BLOCK_N keys a tile, num_warps, num_stages). Three stages are two
+# buffers of K and V: 64 KB for 64 x 128 in 16 bits, three programs on an sm90 multiprocessor.
+_CONFIG = {(arch, d): (64, 4, 3) for arch in ARCHS for d in _HEAD_DIMS}
+_CONFIG |= {(arch, 256): (32, 4, 3) for arch in ARCHS}
+_CONFIG |= {(arch, 128): (32, 4, 3) for arch in ("sm89", "sm120")}  # 99 KB of shared memory
+_CONFIG |= {(arch, 256): (16, 4, 3) for arch in ("sm89", "sm120")}
+_CONFIG |= {("gfx942", 128): (32, 4, 2), ("gfx942", 256): (16, 4, 2)}
+_CONFIG |= {("fp32", d): (32 if d <= 64 else 16, 4, 2) for d in _HEAD_DIMS}
 
 
-def _gather_pages(pages: Tensor, block_table: Tensor, valid: Tensor) -> Tensor:
-    """Dense view of ragged slots: pages [N,P,...] -> [B,HK,S,...], 0 beyond a length."""
-    rows = pages[block_table]  # [B, HK, maxP, P, ...]
-    rows = rows.flatten(2, 3)[:, :, : valid.shape[-1]]
-    mask = valid.view(*valid.shape, *(1,) * (rows.dim() - 3))
-    return rows.masked_fill(~mask, 0)
+@triton.jit(do_not_specialize=["window"])
+def _decode_kernel(
+    q,  # [B, HQ, D]
+    k_pages,  # [N, P, D]
+    v_pages,  # [N, P, D]
+    block_table,  # int32 [B, HK, maxP]
+    seqlens,  # int32 [B, HK]
+    positions,  # int32 [N, P] or None: no window
+    q_positions,  # int32 [B] or None
+    sinks,  # float [HQ] or None; only where there is one chunk
+    out,  # [B, HQ, D] if ONE_CHUNK, else acc fp32 [B, HQ, C, D]
+    lse,  # fp32 [B, HQ] if ONE_CHUNK, else (m, l) fp32 [B, HQ, C, 2]
+    weights,  # fp16 [B, HQ, S] or None
+    tile_max,  # fp32 [B, HQ, tiles] or None
+    stride_qb,
+    stride_qh,
+    stride_kn,
+    stride_kp,
+    stride_vn,
+    stride_vp,
+    stride_tb,
+    stride_th,
+    softmax_scale,
+    softcap,
+    window,
+    capacity,  # S = maxP * P
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    G: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ONE_CHUNK: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):
+    kv_head, row, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    group = (row * tl.num_programs(0) + kv_head).to(tl.int64)
+    n = tl.load(seqlens + group)
+    start = chunk * CHUNK
+    if (start >= n) & (chunk > 0):  # chunk 0 of an empty head writes its zeros
+        return
+    end = tl.minimum(n, start + CHUNK)
+
+    offs_n, offs_d, offs_g = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_G)
+    in_d = (offs_d < D)[None, :]
+    in_g = offs_g < G
+    head = group * G + offs_g  # [BLOCK_G] in B * HQ
+    table = block_table + row.to(tl.int64) * stride_tb + kv_head * stride_th
+    q_rows = row.to(tl.int64) * stride_qb + (kv_head * G + offs_g) * stride_qh
+    q_mask = in_g[:, None] & in_d
+    q_tile = tl.load(q + q_rows[:, None] + offs_d[None, :], mask=q_mask, other=0.0)
+    if positions is not None:
+        oldest = tl.load(q_positions + row) - window  # visible: position > oldest
+
+    m = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    page = tl.load(table + (start + offs_n) // P, mask=start + offs_n < end, other=0)
+    for tile in range(start, end, BLOCK_N):
+        slot = tile + offs_n  # [BLOCK_N]
+        in_tile = slot < end
+        page64, offset = page.to(tl.int64), slot % P  # page * stride passes 2^31 in a big pool
+        ahead = slot + BLOCK_N
+        page = tl.load(table + ahead // P, mask=ahead < end, other=0)
+        # [BLOCK_N, BLOCK_D]
+        k_ptrs = k_pages + (page64 * stride_kn + offset * stride_kp)[:, None] + offs_d[None, :]
+        v_ptrs = v_pages + (page64 * stride_vn + offset * stride_vp)[:, None] + offs_d[None, :]
+        k = tl.load(k_ptrs, mask=in_tile[:, None] & in_d, other=0.0)
+        v = tl.load(v_ptrs, mask=in_tile[:, None] & in_d, other=0.0)
+        seen = in_tile
+        if positions is not None:
+            seen &= tl.load(positions + page64 * P + offset, mask=in_tile, other=0) > oldest
+        # [BLOCK_G, BLOCK_N]
+        dots = tl.dot(q_tile, tl.trans(k), input_precision="ieee")
+        x = base2_logits(dots, softmax_scale, softcap, HAS_SOFTCAP)
+        x = tl.where(seen[None, :], x, float("-inf"))
+        m_new = tl.maximum(m, tl.max(x, 1))
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # no visible key so far
+        p = tl.exp2(x - m_safe[:, None])
+        alpha = tl.exp2(m - m_safe)
+        l = l * alpha + tl.sum(p, 1)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+        m = m_new
+        if weights is not None:
+            w_ptrs = weights + head[:, None] * capacity + slot[None, :]
+            tl.store(w_ptrs, p.to(tl.float16), mask=in_g[:, None] & in_tile[None, :])
+            m_ptrs = tile_max + head * tl.cdiv(capacity, BLOCK_N) + tile // BLOCK_N
+            tl.store(m_ptrs, m_new, mask=in_g)
+
+    if ONE_CHUNK:
+        sink = tl.full([BLOCK_G], float("-inf"), tl.float32)
+        if sinks is not None:
+            sink = tl.load(sinks + kv_head * G + offs_g, mask=in_g, other=0.0).to(tl.float32)
+            sink = sink * LOG2E
+        acc, lse_rows = softmax_finish(m, l, acc, sink)
+        tl.store(lse + head, lse_rows, mask=in_g)
+    else:
+        head = head * tl.num_programs(2) + chunk
+        tl.store(lse + head * 2, m, mask=in_g)
+        tl.store(lse + head * 2 + 1, l, mask=in_g)
+    o_ptrs = out + head[:, None] * D + offs_d[None, :]
+    tl.store(o_ptrs, acc.to(out.dtype.element_ty), mask=q_mask)
 
 
-def _reduce_group(p: Tensor, probs: str) -> Tensor:
-    """p [B,HK,G,S] -> [B,HQ,S] for "none", else [B,HK,S]."""
-    if probs == "none":
-        return p.flatten(1, 2)
-    if probs == "max":
-        return p.amax(2)
-    return p.mean(2) if probs == "mean" else p.sum(2)
+class _Plan(NamedTuple):
+    chunk: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    chunks: int
+    capacity: int
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.capacity // self.block_n)
 
 
-def paged_decode_attention_reference(
+def default_chunk_size(heads: int, capacity: int) -> int:
+    """Slots per program for `heads` = B * HK heads of `capacity` slots; from shapes only.
+
+    The largest size that still gives 1024 programs (three on each of 132 multiprocessors, 2-3
+    times over, so that ragged heads even out), at least 128.
+    """
+    chunk = 1024 if capacity > 32768 else 512
+    while chunk > 128 and heads * -(-capacity // chunk) < 1024:
+        chunk //= 2
+    return chunk
+
+
+def _plan(q: Tensor, k_pages: Tensor, block_table: Tensor, chunk: int | None) -> _Plan:
+    block_n, num_warps, num_stages = lookup(_CONFIG, q)
+    B, HK, max_pages = block_table.shape
+    capacity = max_pages * k_pages.shape[1]
+    chunk = default_chunk_size(B * HK, capacity) if chunk is None else chunk
+    if chunk < 16 or chunk % 16:
+        raise ValueError(f"expected chunk_size to be a positive multiple of 16, got {chunk}")
+    while chunk % block_n:
+        block_n //= 2
+    chunks = max(1, -(-capacity // chunk))
+    return _Plan(chunk, block_n, num_warps, num_stages, chunks, capacity)
+
+
+def paged_decode_attention_triton(
     q: Tensor,
     k_pages: Tensor,
     v_pages: Tensor,
@@ -50,68 +210,89 @@ def paged_decode_attention_reference(
     probs: str | None = None,
     chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The definition, and the CPU path. float64 inputs stay float64, all others compute in fp32."""
+    """`paged_decode_attention` as one to three Triton launches on constant grids; no host sync."""
+    check_decode(q, k_pages, v_pages, block_table, cache_seqlens, sinks, probs)
+    check_window(q, k_pages, window, positions, q_positions)
+    _check_layout(q, k_pages, v_pages, block_table, positions)
+    plan = _plan(q, k_pages, block_table, chunk_size)
+    lens = cache_seqlens.contiguous()
+    sinks = None if sinks is None else sinks.contiguous()
+    near = (None, None, 0)
+    if window is not None and q_positions is not None:
+        near = (positions, q_positions.contiguous(), window)
+    out, lse, parts, raw = _allocate(plan, q, probs is not None)
+    sources = (q, k_pages, v_pages, block_table, lens)
+    _launch(plan, *sources, near, sinks, [*parts, *raw], softmax_scale, softcap)
+    if plan.chunks > 1:
+        combine(*parts, lens, sinks, out, lse, plan.chunk)
+    probs_out = None if probs is None else probabilities(*raw, lens, lse, plan.block_n, probs)
+    return out, lse, probs_out
+
+
+def _allocate(plan: _Plan, q: Tensor, with_probs: bool) -> tuple[Tensor, Tensor, Any, Any]:
+    """(out, lse, partial results or the same two, raw weights and tile maxima or None)."""
     B, HQ, D = q.shape
-    HK, capacity = block_table.shape[1], block_table.shape[2] * k_pages.shape[1]
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    used = int(cache_seqlens.max()) if cache_seqlens.numel() else 0
-    table = block_table[:, :, : -(-used // k_pages.shape[1])].long()
-    valid = torch.arange(used, device=q.device) < cache_seqlens[..., None]  # [B, HK, S]
-    k = _gather_pages(k_pages, table, valid).to(dtype)
-    v = _gather_pages(v_pages, table, valid).to(dtype)
 
-    x = torch.einsum("bhgd,bhsd->bhgs", q.view(B, HK, -1, D).to(dtype), k) * softmax_scale
-    if softcap is not None:
-        x = softcap * torch.tanh(x / softcap)
-    if window is not None:
-        pos = _gather_pages(positions, table, valid)
-        valid = valid & (q_positions[:, None, None] - pos < window)
-    x = x.masked_fill(~valid[:, :, None], float("-inf"))
-    lse = torch.logsumexp(x, -1)  # [B, HK, G]
-    if sinks is not None:
-        with_sink = torch.logaddexp(lse, sinks.to(dtype).view(HK, -1))
-        lse = torch.where(lse == float("-inf"), lse, with_sink)
-    # an empty row has lse = -inf: exp(-inf - 0) = 0 instead of exp(-inf + inf) = NaN
-    p = torch.exp(x - lse.masked_fill(lse == float("-inf"), 0)[..., None])
-    out = torch.einsum("bhgs,bhsd->bhgd", p, v).reshape(B, HQ, D).to(q.dtype)
-    if probs is None:
-        return out, lse.reshape(B, HQ), None
-    p = torch.nn.functional.pad(p, (0, capacity - used))
-    return out, lse.reshape(B, HQ), _reduce_group(p, probs)
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=q.device)
+
+    out, lse = empty(B, HQ, D, dtype=q.dtype), empty(B, HQ)
+    parts, raw = (out, lse), (None, None)
+    if plan.chunks > 1:
+        parts = empty(B, HQ, plan.chunks, D), empty(B, HQ, plan.chunks, 2)
+    if with_probs:
+        raw = empty(B, HQ, plan.capacity, dtype=torch.float16), empty(B, HQ, plan.tiles)
+    return out, lse, parts, raw
 
 
-def _check(
+def _launch(
+    plan: _Plan,
     q: Tensor,
     k_pages: Tensor,
     v_pages: Tensor,
     block_table: Tensor,
-    cache_seqlens: Tensor,
-    window: int | None,
-    positions: Tensor | None,
-    q_positions: Tensor | None,
-    probs: str | None,
+    lens: Tensor,
+    near: tuple[Tensor | None, Tensor | None, int],
+    sinks: Tensor | None,
+    outputs: list[Tensor | None],
+    softmax_scale: float,
+    softcap: float | None,
 ) -> None:
-    if q.dim() != 3 or k_pages.dim() != 3 or block_table.dim() != 3:
-        raise ValueError(
-            "expected q [B,HQ,D], k_pages [N,P,D], block_table [B,HK,maxP], got "
-            f"{tuple(q.shape)}, {tuple(k_pages.shape)}, {tuple(block_table.shape)}"
-        )
-    B, HQ, D = q.shape
-    if k_pages.shape != v_pages.shape or k_pages.shape[-1] != D:
-        raise ValueError(
-            f"expected k_pages and v_pages [N,P,{D}], "
-            f"got {tuple(k_pages.shape)}, {tuple(v_pages.shape)}"
-        )
-    HK = block_table.shape[1]
-    if block_table.shape[0] != B or HQ % HK or cache_seqlens.shape != (B, HK):
-        raise ValueError(
-            f"expected block_table [{B},HK,maxP] and cache_seqlens [{B},HK] with HK dividing {HQ}, "
-            f"got {tuple(block_table.shape)}, {tuple(cache_seqlens.shape)}"
-        )
-    if window is not None and (positions is None or q_positions is None):
-        raise ValueError("expected positions [N,P] and q_positions [B] with a window, got None")
-    if probs not in PROBS:
-        raise ValueError(f"expected probs in {PROBS}, got {probs!r}")
+    B, HK, _ = block_table.shape
+    G, D = q.shape[1] // HK, q.shape[2]
+    _decode_kernel[(HK, B, plan.chunks)](
+        *(q, k_pages, v_pages, block_table, lens),
+        *near[:2],
+        sinks if plan.chunks == 1 else None,
+        *outputs,
+        *(q.stride(0), q.stride(1), k_pages.stride(0), k_pages.stride(1)),
+        *(v_pages.stride(0), v_pages.stride(1), block_table.stride(0), block_table.stride(1)),
+        softmax_scale,
+        1.0 if softcap is None else softcap,
+        near[2],
+        plan.capacity,
+        D=D,
+        BLOCK_D=padded_head_dim(D),
+        G=G,
+        BLOCK_G=max(16, triton.next_power_of_2(G)),
+        P=k_pages.shape[1],
+        BLOCK_N=plan.block_n,
+        CHUNK=plan.chunk,
+        ONE_CHUNK=plan.chunks == 1,
+        HAS_SOFTCAP=softcap is not None,
+        **launch_options(plan.num_warps, plan.num_stages),
+    )
+
+
+def _check_layout(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, positions: Tensor | None
+) -> None:
+    tensors = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "block_table": block_table}
+    for name, x in tensors.items():
+        check_last_contiguous(name, x)
+    check_dtype("q", q, *DTYPES)
+    if positions is not None and not positions.is_contiguous():
+        raise ValueError(f"expected contiguous positions, got strides {positions.stride()}")
 
 
 def paged_decode_attention(
@@ -132,21 +313,20 @@ def paged_decode_attention(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Attention of one query token per row over its paged cache.
 
-    q [B,HQ,D]; k_pages, v_pages [N,P,D]; block_table int32 [B,HK,maxP]; cache_seqlens int32 [B,HK]
-    slots in use (0 is legal); sinks [HQ]; positions int32 [N,P] and q_positions int32 [B] are
-    needed with a window only. probs: None, or "none" for per-query-head probabilities over the
-    slots, or "mean" / "max" / "sum" over the G query heads of a KV head.
+    q [B,HQ,D]; k_pages, v_pages [N,P,D] in q's dtype; block_table int32 [B,HK,maxP]; cache_seqlens
+    int32 [B,HK], slots in use (0 is legal); sinks float [HQ]; positions int32 [N,P] and q_positions
+    int32 [B] are needed with a window only. chunk_size: slots per program, a multiple of 16 (None:
+    `default_chunk_size`). probs: None, or "none" for the probabilities of every query head over the
+    slots, or their "mean" / "max" / "sum" over the G query heads of a KV head.
 
     Returns out [B,HQ,D] in q's dtype, lse fp32 [B,HQ] (natural log, sink included) and the
-    probabilities fp32 [B,HQ,maxP*P] ("none") or [B,HK,maxP*P], 0 beyond a length; else None.
+    probabilities fp32 [B,HQ,maxP*P] ("none") or [B,HK,maxP*P], 0 beyond a length; else None. On a
+    GPU a probability carries the relative error of fp16. Raises ValueError on arguments that do not
+    fit together.
     """
-    _check(q, k_pages, v_pages, block_table, cache_seqlens, window, positions, q_positions, probs)
-    return paged_decode_attention_reference(
-        q,
-        k_pages,
-        v_pages,
-        block_table,
-        cache_seqlens,
+    run = paged_decode_attention_triton if q.is_cuda else paged_decode_attention_reference
+    return run(
+        *(q, k_pages, v_pages, block_table, cache_seqlens),
         softmax_scale=softmax_scale,
         softcap=softcap,
         sinks=sinks,
@@ -156,3 +336,36 @@ def paged_decode_attention(
         probs=probs,
         chunk_size=chunk_size,
     )
+
+
+_Aot = tuple[Any, dict[str, str], dict[str, Any], dict[str, Any], str]
+
+
+def aot_signatures() -> list[_Aot]:
+    """(kernel, signature, constexprs, launch options, arch) of every shipped configuration.
+
+    G = 4, P = 16: the plain kernel of many chunks and the one-chunk kernel with all features.
+    """
+    rows: list[_Aot] = []
+    for arch in ARCHS:
+        for d in _HEAD_DIMS:
+            block_n, num_warps, num_stages = _CONFIG[arch, d]
+            for full in (False, True):
+                signature = _signature(full)
+                constexprs: dict[str, Any] = {
+                    n: None for n, t in signature.items() if t == "constexpr"
+                }
+                constexprs |= {"D": d, "BLOCK_D": d, "G": 4, "BLOCK_G": 16, "P": 16}
+                constexprs |= {"BLOCK_N": block_n, "CHUNK": 256}
+                constexprs |= {"ONE_CHUNK": full, "HAS_SOFTCAP": full}
+                options = launch_options(num_warps, num_stages)
+                rows.append((_decode_kernel, signature, constexprs, options, arch))
+    return rows + merge_signatures(_HEAD_DIMS)
+
+
+def _signature(full: bool) -> dict[str, str]:
+    optional = "*i32 *i32 *bf16" if full else "constexpr constexpr constexpr"
+    outputs = "*bf16 *fp32 *fp16 *fp32" if full else "*fp32 *fp32 constexpr constexpr"
+    types = f"*bf16 *bf16 *bf16 *i32 *i32 {optional} {outputs} {'i32 ' * 8} fp32 fp32 i32 i32"
+    names = _decode_kernel.arg_names
+    return dict(zip(names, types.split() + ["constexpr"] * 9, strict=True))

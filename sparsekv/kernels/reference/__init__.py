@@ -1,0 +1,1 @@
+"""References that are too long to share a file with their kernel."""
