@@ -123,9 +123,7 @@ def _write_kept(
     slot_scores = kept.slot_scores
     if slot_scores is not None:
         slot_scores = slot_scores.gather(-1, index.clamp_min(0).long())
-    store.append(
-        local, k, v, slots, source + part.start, index=source, token_scores=slot_scores
-    )
+    store.append(local, k, v, slots, source + part.start, index=source, token_scores=slot_scores)
     store.set_lens(local, kept.selection.count, kept.host)
 
 

@@ -87,7 +87,11 @@ def _sequences(queries: Queries, keys: Keys, scores: Scores, window: int | None)
     """Flat queries [B*HK*T, G, D], the positional lengths arguments, the keyword arguments."""
     batch, heads, slots, dim = keys.k.shape
     tokens = queries.q.shape[2]
-    flat = queries.q.unflatten(1, (heads, -1)).transpose(2, 3).reshape(-1, queries.q.shape[1] // heads, dim)
+    flat = (
+        queries.q.unflatten(1, (heads, -1))
+        .transpose(2, 3)
+        .reshape(-1, queries.q.shape[1] // heads, dim)
+    )
     used = queries.lengths[:, None].expand(batch, heads).flatten()
     sequence = torch.arange(batch * heads + 1, dtype=torch.int32, device=flat.device)
     start = sequence * tokens

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
+from sparsekv.state import SparseState
+
 _MIB = 1 << 20
 
 
@@ -64,3 +68,43 @@ class CacheReport:
             for i, layer in enumerate(self.layers)
         ]
         return "\n".join(lines)
+
+
+def make_report(state: SparseState) -> CacheReport:
+    """Measure a cache; nothing in it is computed from budgets."""
+    stores = state.stores
+    lens = [store.lens[local] for store, local in (state.store(i) for i in _layers(state))]
+    tables = [tensor for store in stores for tensor in (store.block_table, store.seqlens)]
+    tables += [tensor for store in stores for tensor in (store.pool.positions, store.pool.scores)]
+    everything = np.concatenate([n.ravel() for n in lens]) if lens else np.zeros(0, dtype=np.int32)
+    return CacheReport(
+        policy=state.policy.name,
+        tokens_seen=tuple(int(n) for n in state.tokens),
+        kept=_kept(everything),
+        layers=tuple(_kept(n) for n in lens),
+        kv_bytes=sum(store.pool.kv_bytes for store in stores),
+        dense_bytes=sum(_dense_bytes(state, layer) for layer in _layers(state)),
+        metadata_bytes=sum(tensor.nbytes for tensor in tables),
+        pages_used=sum(store.pool.pages_used for store in stores),
+        pages_free=sum(store.pool.pages_free for store in stores),
+        page_size=state.page_size,
+    )
+
+
+def _layers(state: SparseState) -> range:
+    return range(len(state.layers) if state.stores else 0)
+
+
+def _kept(lens: np.ndarray) -> Kept:
+    if not lens.size:
+        return Kept(0, 0.0, 0)
+    return Kept(int(lens.min()), float(lens.mean()), int(lens.max()))
+
+
+def _dense_bytes(state: SparseState, layer: int) -> int:
+    """Bytes a transformers DynamicCache layer holds for the same columns."""
+    store, _ = state.store(layer)
+    window = state.layers[layer].window
+    columns = state.seen[layer] if window is None else min(state.seen[layer], window - 1)
+    pool = store.pool
+    return store.batch * store.lens.shape[2] * columns * 2 * pool.head_dim * pool.k_pages.itemsize

@@ -129,16 +129,16 @@ class SparseState:
         batch, _, tokens, head_dim = k.shape
         start = self.seen[layer]
         if len(set(self.seen)) != 1:
-            raise ValueError("expected a whole cache, got one that a failed forward left half-written")
+            raise ValueError(
+                "expected a whole cache, got one that a failed forward left half-written"
+            )
         lengths = real_lengths(mask, start, batch, tokens)
         new_rows = (self.tokens == 0) & (lengths > 0)
         self.first = np.where(new_rows, start + tokens - lengths, self.first)
         parts = self._split(start, tokens, lengths)
         if parts[0].kind != "decode":
             shape = ModelShape(len(self.ordinal), q.shape[1], k.shape[1], head_dim)
-            self.limits = make_limits(
-                self.policy, self.budget, self.layers, shape, parts[0].seen
-            )
+            self.limits = make_limits(self.policy, self.budget, self.layers, shape, parts[0].seen)
         self._start, self._parts = start, parts
         self.tokens = self.tokens + lengths
         for member in {id(store): i for i, (store, _) in self._stores.items()}.values():

@@ -7,46 +7,272 @@
 
 over the query rows i of a sequence (all, or the last `rows`), per query head; then the G heads of a
 KV head are reduced. Given the lse, no max and no rescale are needed: one pass over QK^T.
+
+One program owns BLOCK_N keys of one KV head, holds them, and streams the query rows of the G heads
+that see them, in three zones: the diagonal (masked), rows that see every key (no mask), the ragged
+end of a window and the last rows (masked). Every column is stored once: no atomics, no T x T.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from ._common import check_dtype, check_heads, check_last_contiguous, check_shape, padded_head_dim
+from ._common import (
+    ARCHS,
+    LOG2E,
+    base2_logits,
+    check_dtype,
+    check_heads,
+    check_last_contiguous,
+    check_shape,
+    launch_options,
+    lookup,
+    padded_head_dim,
+    visible,
+)
 from ._masked import Align, Mask, logit_chunks, spans
 
 Statistic = Literal["sum", "max", "count"]
 Group = Literal["mean", "max", "sum", "layer_mean"]
 
 
-def column_scores_reference(
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    softmax_scale: float,
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    rows: int | None = None,
-    statistic: Statistic = "sum",
-    group: Group = "mean",
-    row_weights: Tensor | None = None,
-    log_threshold: Tensor | None = None,
-    causal: bool = True,
-    align: Align = "right",
-    window: int | None = None,
+class _Tiles(NamedTuple):
+    block_n: int
+    block_m: int
+    num_warps: int
+    num_stages: int
+
+
+# (arch, padded head_dim) -> tiles. Two programs a multiprocessor overlap exp2 with matrix work.
+_CONFIG: dict[tuple[str, int], _Tiles] = {
+    **{(arch, d): _Tiles(64, 64, 4, 2) for arch in ("sm80", "sm89", "sm120") for d in (16, 32, 64)},
+    **{(arch, 128): _Tiles(64, 64, 4, 2) for arch in ("sm80", "sm89", "sm120")},
+    **{(arch, 256): _Tiles(64, 32, 4, 2) for arch in ("sm80", "sm89", "sm120")},
+    **{("sm90", d): _Tiles(128, 64, 4, 3) for d in (16, 32, 64, 128)},
+    ("sm90", 256): _Tiles(64, 32, 4, 3),
+    **{("sm100", d): _Tiles(128, 64, 4, 3) for d in (16, 32, 64, 128)},
+    ("sm100", 256): _Tiles(64, 32, 4, 3),
+    **{("gfx942", d): _Tiles(128, 64, 4, 1) for d in (16, 32, 64, 128)},
+    ("gfx942", 256): _Tiles(64, 32, 4, 1),
+    **{("fp32", d): _Tiles(32, 32, 4, 1) for d in (16, 32, 64, 128, 256)},
+    **{("cpu", d): _Tiles(16, 32, 4, 1) for d in (16, 32, 64, 128, 256)},
+}
+_L2_BYTES = 32 << 20  # queries of a sequence that stay in an L2 of 40-60 MB
+_NO_LIMIT = 1 << 30  # larger windows and row counts are clipped: sums stay in int32
+
+
+@triton.jit
+def _accumulate(
+    column, kt, q, lse, row_values, positions_q, pos_k, stride_qt, lo, hi, shift,
+    softmax_scale, softcap, window, MASK: tl.constexpr, CAUSAL: tl.constexpr,
+    STATISTIC: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Fold the query rows lo .. hi of one head into `column` [BN]. kt [BN, BD], pos_k [BN].
+
+    q, lse, row_values, positions_q: scalar pointers to row 0; the last two may be None (row i is
+    at position i + shift). Without MASK every row is in range and sees every key.
+    """
+    offs_d = tl.arange(0, BLOCK_D)
+    if softcap is None:
+        log2_scale = softmax_scale * LOG2E
+    else:
+        log2_scale = 1.0
+    for start in tl.range(lo, hi, BLOCK_M):
+        offs_m = start + tl.arange(0, BLOCK_M)
+        in_range = offs_m < hi
+        q_ptrs = q + tl.cast(start, tl.int64) * stride_qt
+        q_ptrs += tl.arange(0, BLOCK_M)[None, :] * stride_qt + offs_d[:, None]
+        if MASK:
+            q_load = in_range[None, :] & (offs_d[:, None] < HEAD_DIM)
+            qt = tl.load(q_ptrs, mask=q_load, other=0.0)  # [BLOCK_D, BLOCK_M]
+            row_lse = tl.load(lse + offs_m, mask=in_range, other=float("-inf"))
+        else:
+            if HEAD_DIM != BLOCK_D:
+                qt = tl.load(q_ptrs, mask=offs_d[:, None] < HEAD_DIM, other=0.0)
+            else:
+                qt = tl.load(q_ptrs)
+            row_lse = tl.load(lse + offs_m)
+        # Rows out of range and rows that saw nothing: +inf makes their probabilities 0.
+        row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2E)
+        x = tl.dot(kt, qt, input_precision="ieee")  # [BLOCK_N, BLOCK_M]
+        if softcap is not None:
+            x = base2_logits(x, softmax_scale, softcap, True)
+        log_p = x * log2_scale - row_lse[None, :]
+        if MASK and (CAUSAL or window is not None):
+            if positions_q is not None:
+                pos_q = tl.load(positions_q + offs_m, mask=in_range, other=0)
+            else:
+                pos_q = offs_m + shift
+            seen = visible(pos_q[None, :], pos_k[:, None], window, CAUSAL, window is not None)
+            log_p = tl.where(seen, log_p, float("-inf"))
+        if row_values is not None:
+            if MASK:
+                row_value = tl.load(row_values + offs_m, mask=in_range, other=0.0)
+            else:
+                row_value = tl.load(row_values + offs_m)
+        if STATISTIC == "count":  # log_p = -inf marks what is masked or out of range
+            low = (log_p < row_value[None, :] * LOG2E) & (log_p > float("-inf"))
+            column += tl.sum(low.to(tl.float32), 1)
+        elif STATISTIC == "max":
+            column = tl.maximum(column, tl.max(tl.exp2(log_p), 1))
+        elif row_values is not None:
+            column += tl.sum(tl.exp2(log_p) * row_value[None, :], 1)
+        else:
+            column += tl.sum(tl.exp2(log_p), 1)
+    return column
+
+
+@triton.jit
+def _zones(
+    n0, n_last, first, nq, shift, window, CAUSAL: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr
+):
+    """(lo, full_lo, full_hi, hi): rows lo .. hi see some key of n0 .. n_last, full_lo .. full_hi
+    see all of n0 .. n0 + BN. Bounds lie whole tiles of BM apart, except hi.
+    """
+    lo, hi, full_lo, full_hi = first, nq, first, nq
+    if CAUSAL:
+        lo = tl.maximum(first, n0 - shift)
+        full_lo = lo + tl.cdiv(tl.maximum(0, n0 + BN - 1 - shift - lo), BM) * BM
+    if window is not None:
+        hi = tl.minimum(nq, n_last + window - shift)
+        full_hi = tl.minimum(nq, n0 + window - shift)
+    full_lo = tl.minimum(full_lo, hi)
+    full_hi = full_lo + tl.maximum(0, full_hi - full_lo) // BM * BM
+    return lo, full_lo, full_hi, hi
+
+
+@triton.jit(do_not_specialize=["stride_lh", "stride_s", "window", "last_rows"])
+def _column_scores_kernel(
+    q, k, lse, row_values, scores,
+    cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, positions_q, positions_k,
+    stride_qt, stride_qh, stride_kt, stride_kh, stride_lh, stride_s,
+    softmax_scale, softcap, window, last_rows,
+    STATISTIC: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr,
+    ALIGN_RIGHT: tl.constexpr, G: tl.constexpr, HEADS_FIRST: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    # Early key blocks have the most rows: they come first, of all heads or of one head in a row.
+    if HEADS_FIRST:
+        head, block, kv_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    else:
+        head, block, kv_heads = tl.program_id(1), tl.program_id(0), tl.num_programs(1)
+    n = tl.program_id(2).to(tl.int64)
+    head = head.to(tl.int64)
+    start_q = tl.load(cu_seqlens_q + n).to(tl.int64)
+    start_k = tl.load(cu_seqlens_k + n).to(tl.int64)
+    nq = (tl.load(cu_seqlens_q + n + 1) - start_q).to(tl.int32)
+    nk = (tl.load(cu_seqlens_k + n + 1) - start_k).to(tl.int32)
+    if seqused_q is not None:
+        nq = tl.load(seqused_q + n)
+    if seqused_k is not None:
+        nk = tl.load(seqused_k + n)
+
+    n0 = block * BLOCK_N
+    offs_n = n0 + tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, BLOCK_D)
+    in_range = offs_n < nk
+    k_ptrs = k + head * stride_kh + (start_k + offs_n)[:, None] * stride_kt + offs_d[None, :]
+    k_load = in_range[:, None] & (offs_d[None, :] < HEAD_DIM)
+    kt = tl.load(k_ptrs, mask=k_load, other=0.0)  # [BLOCK_N, BLOCK_D]
+    first = tl.maximum(0, nq - last_rows)
+    rows_end = tl.where(n0 < nk, nq, 0)
+    shift = nk - nq if ALIGN_RIGHT else 0
+    if positions_k is not None:
+        pos_k = tl.load(positions_k + start_k + offs_n, mask=in_range, other=0)
+        pos_q = positions_q + start_q
+        lo, full_lo, full_hi, hi = first, first, first, rows_end
+    else:
+        pos_k = offs_n
+        pos_q = None
+        lo, full_lo, full_hi, hi = _zones(
+            n0, tl.minimum(n0 + BLOCK_N, nk) - 1, first, rows_end, shift, window,
+            CAUSAL, BLOCK_N, BLOCK_M,
+        )  # fmt: skip
+    if row_values is not None:
+        row_values += start_q
+
+    total = tl.zeros([BLOCK_N], tl.float32)
+    for g in range(G):
+        q_head = q + start_q * stride_qt + (head * G + g) * stride_qh
+        lse_head = lse + (head * G + g) * stride_lh + start_q
+        column = tl.zeros([BLOCK_N], tl.float32)
+        if CAUSAL and positions_k is None:
+            column = _accumulate(
+                column, kt, q_head, lse_head, row_values, pos_q, pos_k, stride_qt, lo, full_lo,
+                shift, softmax_scale, softcap, window, True, CAUSAL, STATISTIC,
+                HEAD_DIM, BLOCK_D, BLOCK_M,
+            )  # fmt: skip
+        if positions_k is None:
+            column = _accumulate(
+                column, kt, q_head, lse_head, row_values, pos_q, pos_k, stride_qt, full_lo, full_hi,
+                shift, softmax_scale, softcap, window, False, CAUSAL, STATISTIC,
+                HEAD_DIM, BLOCK_D, BLOCK_M,
+            )  # fmt: skip
+        column = _accumulate(
+            column, kt, q_head, lse_head, row_values, pos_q, pos_k, stride_qt, full_hi, hi,
+            shift, softmax_scale, softcap, window, True, CAUSAL, STATISTIC,
+            HEAD_DIM, BLOCK_D, BLOCK_M,
+        )  # fmt: skip
+        total = tl.maximum(total, column) if GROUP == "max" else total + column
+    if GROUP == "mean":
+        total = total / G
+    s_ptrs = scores + (n * kv_heads + head) * stride_s + offs_n
+    tl.store(s_ptrs, tl.where(in_range, total, 0.0), mask=offs_n < stride_s)
+
+
+def column_scores_triton(
+    q: Tensor, k: Tensor, lse: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    max_seqlen_q: int, max_seqlen_k: int, *, softmax_scale: float,
+    seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
+    rows: int | None = None, statistic: Statistic = "sum", group: Group = "mean",
+    row_weights: Tensor | None = None, log_threshold: Tensor | None = None,
+    causal: bool = True, align: Align = "right", window: int | None = None,
     softcap: float | None = None,
-    positions_q: Tensor | None = None,
-    positions_k: Tensor | None = None,
-) -> Tensor:
+    positions_q: Tensor | None = None, positions_k: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`column_scores` by the Triton kernel; CPU tensors need the interpreter."""
+    (_, heads, head_dim), kv_heads, sequences = q.shape, k.shape[1], len(cu_seqlens_q) - 1
+    scores = torch.empty((sequences, kv_heads, max_seqlen_k), dtype=torch.float32, device=q.device)
+    tiles = lookup(_CONFIG, q)
+    block_m = min(tiles.block_m, 32) if rows is not None and rows <= 32 else tiles.block_m
+    blocks = triton.cdiv(max_seqlen_k, tiles.block_n)
+    # While all queries stay in L2, run the longest blocks of all heads first; else head by head.
+    heads_first = max_seqlen_q * heads * head_dim * q.element_size() <= _L2_BYTES
+    if blocks * sequences == 0:
+        return scores if group != "layer_mean" else scores.mean(1, keepdim=True)
+    grid = (kv_heads, blocks, sequences) if heads_first else (blocks, kv_heads, sequences)
+    _column_scores_kernel[grid](
+        q, k, lse, log_threshold if statistic == "count" else row_weights, scores,
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, positions_q, positions_k,
+        q.stride(0), q.stride(1), k.stride(0), k.stride(1), lse.stride(0), max_seqlen_k,
+        float(softmax_scale), None if softcap is None else float(softcap),
+        None if window is None else min(window, _NO_LIMIT), min(rows or _NO_LIMIT, _NO_LIMIT),
+        STATISTIC=statistic, GROUP="mean" if group == "layer_mean" else group, CAUSAL=causal,
+        ALIGN_RIGHT=align == "right", G=heads // kv_heads, HEADS_FIRST=heads_first,
+        HEAD_DIM=head_dim, BLOCK_D=padded_head_dim(head_dim),
+        BLOCK_N=tiles.block_n, BLOCK_M=block_m,
+        **launch_options(tiles.num_warps, tiles.num_stages),
+    )  # fmt: skip
+    # Every KV head has G query heads, so the mean of the means is the mean over all heads.
+    return scores if group != "layer_mean" else scores.mean(1, keepdim=True)
+
+
+def column_scores_reference(
+    q: Tensor, k: Tensor, lse: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    max_seqlen_q: int, max_seqlen_k: int, *, softmax_scale: float,
+    seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
+    rows: int | None = None, statistic: Statistic = "sum", group: Group = "mean",
+    row_weights: Tensor | None = None, log_threshold: Tensor | None = None,
+    causal: bool = True, align: Align = "right", window: int | None = None,
+    softcap: float | None = None,
+    positions_q: Tensor | None = None, positions_k: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """`column_scores` in plain torch; float64 inputs are computed and returned in float64."""
     mask = Mask(causal, align, window, positions_q, positions_k)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -91,29 +317,15 @@ def _reduce_group(scores: Tensor, group: Group) -> Tensor:
 
 
 def column_scores(
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    softmax_scale: float,
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    rows: int | None = None,
-    statistic: Statistic = "sum",
-    group: Group = "mean",
-    row_weights: Tensor | None = None,
-    log_threshold: Tensor | None = None,
-    causal: bool = True,
-    align: Align = "right",
-    window: int | None = None,
+    q: Tensor, k: Tensor, lse: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    max_seqlen_q: int, max_seqlen_k: int, *, softmax_scale: float,
+    seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
+    rows: int | None = None, statistic: Statistic = "sum", group: Group = "mean",
+    row_weights: Tensor | None = None, log_threshold: Tensor | None = None,
+    causal: bool = True, align: Align = "right", window: int | None = None,
     softcap: float | None = None,
-    positions_q: Tensor | None = None,
-    positions_k: Tensor | None = None,
-) -> Tensor:
+    positions_q: Tensor | None = None, positions_k: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Column statistics -> fp32 [N, HK, max_seqlen_k]; group="layer_mean": [N, 1, max_seqlen_k].
 
     lse: [HQ, Tq] of `prefill_attention` called with the same arguments (sinks are inside it).
@@ -129,29 +341,15 @@ def column_scores(
     _check(q, k, lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softcap)
     _check_statistic(q.shape[0], rows, statistic, group, row_weights, log_threshold)
     Mask(causal, align, window, positions_q, positions_k).check(q.shape[0], k.shape[0])
-    return column_scores_reference(
-        q,
-        k,
-        lse,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        softmax_scale=softmax_scale,
-        seqused_q=seqused_q,
-        seqused_k=seqused_k,
-        rows=rows,
-        statistic=statistic,
-        group=group,
-        row_weights=row_weights,
-        log_threshold=log_threshold,
-        causal=causal,
-        align=align,
-        window=window,
-        softcap=softcap,
-        positions_q=positions_q,
-        positions_k=positions_k,
-    )
+    run = column_scores_triton if q.is_cuda else column_scores_reference
+    return run(
+        q, k, lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        softmax_scale=softmax_scale, seqused_q=seqused_q, seqused_k=seqused_k,
+        rows=rows, statistic=statistic, group=group,
+        row_weights=row_weights, log_threshold=log_threshold,
+        causal=causal, align=align, window=window, softcap=softcap,
+        positions_q=positions_q, positions_k=positions_k,
+    )  # fmt: skip
 
 
 def _check(q, k, lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softcap) -> None:
@@ -198,3 +396,42 @@ def _check_statistic(
             check_shape(name, value, [num_q])
     if statistic == "count" and log_threshold is None:
         raise ValueError("expected log_threshold with statistic 'count', got None")
+
+
+def aot_signatures() -> list[tuple[Any, dict[str, str], dict[str, Any], dict[str, Any], str]]:
+    """(kernel, signature, constexprs, launch options, arch) of every shipped configuration.
+
+    bf16, causal, sum over all rows; per arch also every option, the other statistics, and fp32.
+    """
+    rows = []
+    for (arch, d), tiles in _CONFIG.items():
+        if arch not in ARCHS:
+            continue
+        rows.append(_aot_row(arch, d, tiles, "*bf16", "sum", options=False))
+        if d == 128:
+            rows += [_aot_row(arch, d, tiles, "*bf16", s, options=True) for s in ("max", "count")]
+        if d in (64, 256):
+            rows.append(_aot_row(arch, d, _CONFIG["fp32", d], "*fp32", "sum", options=False))
+    return rows
+
+
+def _aot_row(arch: str, block_d: int, tiles: _Tiles, dtype: str, statistic: str, options: bool):
+    """One row of aot_signatures; options: window, softcap, seqused and head_dim < block."""
+    signature = {"q": dtype, "k": dtype, "lse": "*fp32", "scores": "*fp32"}
+    signature |= {"cu_seqlens_q": "*i32", "cu_seqlens_k": "*i32", "last_rows": "i32"}
+    signature |= {f"stride_{x}": "i32" for x in ("qt", "qh", "kt", "kh", "lh", "s")}
+    signature |= {"softmax_scale": "fp32"}
+    optional = {"seqused_q": "*i32", "seqused_k": "*i32", "softcap": "fp32", "window": "i32"}
+    constexprs: dict[str, Any] = {"positions_q": None, "positions_k": None}
+    constexprs |= {} if options else dict.fromkeys(optional)
+    if statistic == "count":
+        signature["row_values"] = "*fp32"
+    else:
+        constexprs["row_values"] = None
+    constexprs |= {"STATISTIC": statistic, "GROUP": "mean", "CAUSAL": True, "ALIGN_RIGHT": True}
+    constexprs |= {"G": 4, "HEADS_FIRST": True, "BLOCK_D": block_d}
+    constexprs |= {"HEAD_DIM": block_d - 32 if options else block_d}
+    constexprs |= {"BLOCK_N": tiles.block_n, "BLOCK_M": tiles.block_m}
+    signature |= (optional if options else {}) | dict.fromkeys(constexprs, "constexpr")
+    launch = launch_options(tiles.num_warps, tiles.num_stages)
+    return _column_scores_kernel, signature, constexprs, launch, arch

@@ -106,6 +106,11 @@ def _decode_kernel(
     if positions is not None:
         oldest = tl.load(q_positions + row) - window  # visible: position > oldest
 
+    if weights is not None:
+        tiles = tl.cdiv(capacity, BLOCK_N)
+        weights += group * G * capacity
+        tile_max += group * G * tiles
+
     m = tl.full([BLOCK_G], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_G], tl.float32)
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
@@ -136,10 +141,9 @@ def _decode_kernel(
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
         m = m_new
         if weights is not None:
-            w_ptrs = weights + head[:, None] * capacity + slot[None, :]
+            w_ptrs = weights + offs_g[:, None] * capacity + slot[None, :]
             tl.store(w_ptrs, p.to(tl.float16), mask=in_g[:, None] & in_tile[None, :])
-            m_ptrs = tile_max + head * tl.cdiv(capacity, BLOCK_N) + tile // BLOCK_N
-            tl.store(m_ptrs, m_new, mask=in_g)
+            tl.store(tile_max + offs_g * tiles + tile // BLOCK_N, m_new, mask=in_g)
 
     if ONE_CHUNK:
         sink = tl.full([BLOCK_G], float("-inf"), tl.float32)
@@ -344,28 +348,25 @@ _Aot = tuple[Any, dict[str, str], dict[str, Any], dict[str, Any], str]
 def aot_signatures() -> list[_Aot]:
     """(kernel, signature, constexprs, launch options, arch) of every shipped configuration.
 
-    G = 4, P = 16: the plain kernel of many chunks and the one-chunk kernel with all features.
+    G = 4, P = 16: the plain kernel, the one that writes probabilities, the one with all features.
     """
     rows: list[_Aot] = []
-    for arch in ARCHS:
-        for d in _HEAD_DIMS:
-            block_n, num_warps, num_stages = _CONFIG[arch, d]
-            for full in (False, True):
-                signature = _signature(full)
-                constexprs: dict[str, Any] = {
-                    n: None for n, t in signature.items() if t == "constexpr"
-                }
-                constexprs |= {"D": d, "BLOCK_D": d, "G": 4, "BLOCK_G": 16, "P": 16}
-                constexprs |= {"BLOCK_N": block_n, "CHUNK": 256}
-                constexprs |= {"ONE_CHUNK": full, "HAS_SOFTCAP": full}
-                options = launch_options(num_warps, num_stages)
-                rows.append((_decode_kernel, signature, constexprs, options, arch))
+    for arch, d in ((arch, d) for arch in ARCHS for d in _HEAD_DIMS):
+        block_n, num_warps, num_stages = _CONFIG[arch, d]
+        for probs, full in ((False, False), (True, False), (True, True)):
+            signature = _signature(probs, full)
+            constexprs: dict[str, Any] = {n: None for n, t in signature.items() if t == "constexpr"}
+            constexprs |= {"D": d, "BLOCK_D": d, "G": 4, "BLOCK_G": 16, "P": 16, "CHUNK": 256}
+            constexprs |= {"BLOCK_N": block_n, "ONE_CHUNK": full, "HAS_SOFTCAP": full}
+            options = launch_options(num_warps, num_stages)
+            rows.append((_decode_kernel, signature, constexprs, options, arch))
     return rows + merge_signatures(_HEAD_DIMS)
 
 
-def _signature(full: bool) -> dict[str, str]:
-    optional = "*i32 *i32 *bf16" if full else "constexpr constexpr constexpr"
-    outputs = "*bf16 *fp32 *fp16 *fp32" if full else "*fp32 *fp32 constexpr constexpr"
-    types = f"*bf16 *bf16 *bf16 *i32 *i32 {optional} {outputs} {'i32 ' * 8} fp32 fp32 i32 i32"
-    names = _decode_kernel.arg_names
-    return dict(zip(names, types.split() + ["constexpr"] * 9, strict=True))
+def _signature(probs: bool, full: bool) -> dict[str, str]:
+    none = "constexpr "
+    types = "*bf16 " * 3 + "*i32 *i32 " + ("*i32 *i32 *bf16 " if full else none * 3)
+    types += "*bf16 *fp32 " if full else "*fp32 *fp32 "
+    types += "*fp16 *fp32 " if probs else none * 2
+    types += "i32 " * 8 + "fp32 fp32 i32 i32 " + none * 9
+    return dict(zip(_decode_kernel.arg_names, types.split(), strict=True))

@@ -62,6 +62,7 @@ _CONFIG: dict[tuple[str, int], tuple[tuple[int, _Tiles], ...]] = {
     **{("cpu", d): ((0, _Tiles(32, 16, 4, 1)),) for d in (16, 32, 64, 128, 256)},
 }
 _L2_BYTES = 32 << 20  # K and V of a sequence that stay in an L2 of 40-60 MB beside Q and out
+_NO_LIMIT = 1 << 30  # larger windows are clipped: position arithmetic stays in int32
 
 
 @triton.jit
@@ -248,7 +249,8 @@ def prefill_triton(
         q, k, v, sinks, out, lse,
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, positions_q, positions_k,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), num_q,
-        float(softmax_scale), None if softcap is None else float(softcap), window,
+        float(softmax_scale), None if softcap is None else float(softcap),
+        None if window is None else min(window, _NO_LIMIT),
         CAUSAL=causal, ALIGN_RIGHT=align == "right", G=heads // kv_heads,
         NUM_HEADS=heads, HEADS_X=heads_x, HEAD_DIM=head_dim, BLOCK_D=padded_head_dim(head_dim),
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,

@@ -1,0 +1,124 @@
+"""The attention and mask functions that transformers calls for a patched model.
+
+A key tensor that a `SparseCache` has seen carries the cache layer it belongs to; any other key
+(another cache class, use_cache=False, training) is attended densely, as the caller asked.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from sparsekv.attention import attend
+from sparsekv.headwise import Scores
+
+NAME = "sparsekv"
+KEY_MARK = "_sparsekv_layer"
+# The kv_offset by which the mask function knows that the cache is ours (columns are never negative).
+OWN_CACHE = -1
+# Arguments of other attention variants that would change the result if they were ignored.
+_UNSUPPORTED = ("position_bias", "indices", "block_indices", "sinks", "cu_seq_lens_q")
+
+
+def register() -> None:
+    """Make "sparsekv" known to transformers. Harmless to repeat; models are not touched."""
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, attention_mask)
+
+
+@torch.compiler.disable
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """query [B, HQ, T, D], key and value [B, HK, T, D] -> [B, T, HQ, D].
+
+    Raises:
+        ValueError: an attention variant that is not supported, or a mask that is no padding mask.
+    """
+    given = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
+    if given:
+        raise ValueError(f"expected plain causal attention, got {', '.join(given)}")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    sinks = s_aux.to_local() if hasattr(s_aux, "to_local") else s_aux  # type: ignore[union-attr]
+    layer = getattr(key, KEY_MARK, None)
+    if layer is not None:
+        scores = Scores(scale, softcap, sinks)
+        return layer.attend(query, key, value, attention_mask, scores, sliding_window), None
+    if softcap is None and sinks is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scale,
+            is_causal=kwargs.get("is_causal"),
+        )  # fmt: skip
+    return _dense(query, key, value, attention_mask, scale, softcap, sinks), None
+
+
+def _dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Dense attention with softcap and sinks, which SDPA cannot do. Returns [B, T, HQ, D]."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    logits = torch.matmul(q, k.transpose(-1, -2)) * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    visible = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device)
+    visible = visible.tril(k.shape[-2] - q.shape[-2]) if mask is None else mask
+    if visible.dtype == torch.bool:
+        logits = logits.masked_fill(~visible, torch.finfo(logits.dtype).min)
+    else:
+        logits = logits + visible
+    if sinks is not None:
+        sink = sinks.view(1, -1, 1, 1).expand(len(q), -1, q.shape[-2], 1)
+        logits = torch.cat([logits, sink.to(logits.dtype)], dim=-1)
+    probs = logits.float().softmax(-1).to(v.dtype)[..., : k.shape[-2]]
+    return torch.matmul(probs, v).transpose(1, 2).contiguous()
+
+
+def attention_mask(
+    *args: Any,
+    q_length: int | None = None,
+    kv_offset: int = 0,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
+    **kwargs: Any,
+) -> Tensor | None:
+    """For our cache the 2-D padding mask itself; for any other what SDPA would get.
+
+    Raises:
+        ValueError: a custom mask function, or padding in a decode step.
+    """
+    if kv_offset != OWN_CACHE:
+        return sdpa_mask(
+            *args, q_length=q_length, kv_offset=kv_offset, attention_mask=attention_mask,
+            allow_is_causal_skip=allow_is_causal_skip, use_vmap=use_vmap, **kwargs,
+        )  # fmt: skip
+    if use_vmap or not allow_is_causal_skip:
+        raise ValueError("expected a plain causal mask, got a custom mask function")
+    if q_length == 1 and attention_mask is not None:
+        # generate() appends ones; its loop waits for the device every step anyway.
+        if not bool(attention_mask[:, -1].all()):
+            raise ValueError("expected a real token in every row of a decode step, got padding")
+        return None
+    return attention_mask

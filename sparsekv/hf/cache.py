@@ -1,0 +1,157 @@
+"""`SparseCache`: a transformers cache whose layers hand K/V to the paged sparse state.
+
+`update` returns the new K/V untouched; the attention function writes, attends and evicts. Lengths
+that transformers sees are columns seen, padding included, never columns kept: positions, slicing
+and masks all depend on that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+
+from sparsekv.attention import attend, rollback
+from sparsekv.headwise import Scores
+from sparsekv.hf.attention import KEY_MARK, OWN_CACHE
+from sparsekv.plan import LayerSpec
+from sparsekv.policies.base import Policy
+from sparsekv.report import CacheReport, make_report
+from sparsekv.rope import SinkShift
+from sparsekv.state import SparseState
+
+
+class SparseLayer(CacheLayerMixin):
+    """One layer of a `SparseCache`. Holds no tensors; the state does."""
+
+    is_sliding = False  # our mask is the padding mask in sliding layers too
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, state: SparseState, layer: int) -> None:
+        super().__init__()
+        self.state, self.layer = state, layer
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Record that the layer is in use; pages are found when its attention runs."""
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Mark the key so that the attention function finds this layer, and return both."""
+        self.is_initialized = True
+        self.batch_size = key_states.shape[0]
+        setattr(key_states, KEY_MARK, self)
+        return key_states, value_states
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        scores: Scores,
+        window: int | None,
+    ) -> Tensor:
+        """See `sparsekv.attention.attend`; `window` is what the model says, checked."""
+        expected = self.state.layers[self.layer].window
+        if window is not None and window != expected:
+            raise ValueError(f"expected a sliding window of {expected}, got {window}")
+        return attend(self.state, self.layer, q, k, v, mask, scores)
+
+    def get_seq_length(self) -> int:
+        """Columns seen, padding included."""
+        return self.state.seen[self.layer]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(columns, the mark of our caches)."""
+        return self.get_seq_length() + query_length, OWN_CACHE
+
+    def get_max_length(self) -> int:
+        """No maximum."""
+        return -1
+
+    def reset(self) -> None:
+        """Nothing of its own; `SparseCache.reset` resets the state."""
+
+    def offload(self) -> None:
+        """Pages stay where they are."""
+
+    def prefetch(self) -> None:
+        """Pages stay where they are."""
+
+
+class SparseCache(Cache):
+    """Paged KV cache under a policy. Made by `sparsekv.new_cache` or by a patched `generate`."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        budget: int | float,
+        layers: Sequence[LayerSpec],
+        *,
+        page_size: int = 16,
+        sink_shift: SinkShift | None = None,
+    ) -> None:
+        self.state = SparseState(policy, budget, layers, page_size=page_size, sink_shift=sink_shift)
+        super().__init__(layers=[SparseLayer(self.state, i) for i in range(len(layers))])
+
+    def report(self) -> CacheReport:
+        """Tokens seen and kept, bytes that exist, pages. Printable; `.to_dict()` for JSON."""
+        return make_report(self.state)
+
+    def kept_positions(self, layer: int, row: int = 0, head: int = 0) -> list[int]:
+        """Original token columns (padding counted) still cached, ascending."""
+        if not 0 <= layer < len(self.layers):
+            raise ValueError(f"expected a layer in 0 .. {len(self.layers) - 1}, got {layer}")
+        if not self.state.tokens.size:
+            return []
+        store, local = self.state.store(layer)
+        count = int(store.lens[local, row, head])
+        return sorted(store.view(local, "positions")[row, head, :count].tolist())
+
+    def reset(self) -> None:
+        """Forget everything and give the memory back."""
+        self.state.reset()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes a fork of old row beam_idx[i]; pages are shared until written."""
+        self.state.select_rows(beam_idx.cpu().numpy())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row `repeats` times."""
+        self.state.select_rows(np.repeat(np.arange(len(self.state.tokens)), repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows of `indices`, a bool mask or row numbers."""
+        rows = torch.arange(len(self.state.tokens), device=indices.device)[indices]
+        self.state.select_rows(rows.cpu().numpy())
+
+    def activate_past_recording(self) -> None:
+        """From now on remember drafts, so that `crop` can take them back exactly."""
+        self.state.recording = True
+
+    def is_recording_past(self, layer_idx: int = 0) -> bool:
+        """Whether drafts are remembered."""
+        return self.state.recording
+
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
+        """Take back the last -tokens_to_remove columns; 0 accepts every draft.
+
+        Raises:
+            ValueError: a positive number other than the length seen (an absolute length, in the
+                old convention), or tokens that were not recorded.
+        """
+        number = int(tokens_to_remove)
+        if number > 0:  # transformers < 5.20 passes the length to keep
+            number -= self.get_seq_length()
+        if number > 0:
+            raise ValueError(f"expected at most {self.get_seq_length()} columns to keep")
+        rollback(self.state, -number)

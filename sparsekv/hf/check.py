@@ -1,0 +1,155 @@
+"""Which models a patch can serve: what the config says, then a forward that proves it.
+
+A model is refused with the reason; nothing is left to run dense, masked or uncompressed in silence.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from sparsekv.hf.compat import cache_key, tp_size
+from sparsekv.plan import LayerSpec
+
+_TEST_TOKENS = 8
+_ROTARY_TYPES = ("default", "linear", "llama3", "yarn")  # frequencies do not depend on the length
+
+
+def check_config(model: PreTrainedModel) -> None:
+    """Raise ValueError for what the config alone rules out."""
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"expected a transformers PreTrainedModel, got {type(model).__name__}")
+    config, name = model.config, type(model).__name__
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"expected a decoder-only model, got the encoder-decoder {name}")
+    text = config.get_text_config(decoder=True)
+    if text is not config:
+        raise ValueError(f"expected a text-only decoder, got {name} with a {type(text).__name__}")
+    if not hasattr(model, "lm_head") or not model.can_generate():
+        raise ValueError(f"expected a causal language model that can generate, got {name}")
+    for field in ("kv_lora_rank", "qk_rope_head_dim"):
+        if getattr(config, field, None):
+            raise ValueError(f"expected K and V in the cache, got latents ({field}) in {name}")
+    if getattr(config, "num_kv_shared_layers", 0) or "reuse" in (
+        getattr(config, "kv_sharing_modes", None) or ()
+    ):
+        raise ValueError(f"expected every layer to have its own K and V, got KV sharing in {name}")
+    unknown = set(layer_types(config)) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise ValueError(
+            f"expected full_attention and sliding_attention layers, got {', '.join(sorted(unknown))}"
+        )
+    ranks, heads = tp_size(model), config.num_key_value_heads
+    if ranks > 1 and heads % ranks:
+        raise ValueError(
+            f"expected the KV heads to divide among {ranks} tensor-parallel ranks, got {heads}"
+        )
+
+
+def layer_types(config: Any) -> list[str]:
+    """The attention type of every layer, as transformers itself infers it."""
+    types = getattr(config, "layer_types", None)
+    if types is not None:
+        return list(types)[: config.num_hidden_layers]
+    if getattr(config, "sliding_window", None) is not None:
+        return ["sliding_attention"] * config.num_hidden_layers
+    if getattr(config, "attention_chunk_size", None) is not None:
+        return ["chunked_attention"] * config.num_hidden_layers
+    return ["full_attention"] * config.num_hidden_layers
+
+
+def layer_specs(model: PreTrainedModel) -> list[LayerSpec]:
+    """Window and expected device of every layer of the model as it is placed now."""
+    config = model.config
+    devices = _layer_devices(model)
+    return [
+        LayerSpec(config.sliding_window if kind == "sliding_attention" else None, devices[i])
+        for i, kind in enumerate(layer_types(config))
+    ]
+
+
+def _layer_devices(model: PreTrainedModel) -> list[torch.device]:
+    """Where each layer runs. Offloaded weights sit on "meta"; their hook knows the device."""
+    devices = [model.device] * model.config.num_hidden_layers
+    for module in model.modules():
+        layer = getattr(module, "layer_idx", None)
+        if not isinstance(layer, int) or not hasattr(module, "o_proj"):
+            continue
+        hook = getattr(module, "_hf_hook", None)
+        place = getattr(hook, "execution_device", None)
+        if place is None:
+            place = next(module.parameters()).device
+        devices[layer] = (
+            torch.device("cuda", place) if isinstance(place, int) else torch.device(place)
+        )
+    return devices
+
+
+@torch.no_grad()
+def self_test(model: PreTrainedModel, cache: Any) -> None:
+    """Run eight equal tokens through a patched model and see what its attention did.
+
+    Raises:
+        ValueError: a layer whose attention did not get the K and V that the cache returned, or
+            the reason why its attention cannot run.
+    """
+    training, name = model.training, type(model).__name__
+    ids = torch.ones(1, _TEST_TOKENS, dtype=torch.long, device=model.device)
+    model.eval()
+    try:
+        model(input_ids=ids, use_cache=True, **{cache_key(model): cache})
+    finally:
+        model.train(training)
+    bypassed = [i for i, seen in enumerate(cache.state.seen) if seen != _TEST_TOKENS]
+    if bypassed:
+        raise ValueError(
+            f"expected the attention of {name} to use the K and V that the cache returns, got "
+            f"others in layers {bypassed}"
+        )
+
+
+def rotary_frequencies(model: PreTrainedModel) -> torch.Tensor:
+    """inv_freq fp32 [R/2] of the full-attention layers.
+
+    Raises:
+        ValueError: rotary embeddings whose frequencies depend on the length, or none found.
+    """
+    name = type(model).__name__
+    for module in model.modules():
+        for prefix in ("full_attention_", ""):
+            inv_freq = getattr(module, f"{prefix}inv_freq", None)
+            if not isinstance(inv_freq, torch.Tensor):
+                continue
+            kind = getattr(module, f"{prefix}rope_type", None) or getattr(module, "rope_type", "")
+            kind = kind.get("full_attention", "") if isinstance(kind, dict) else kind
+            if kind not in _ROTARY_TYPES:
+                raise ValueError(
+                    f"expected rotary embeddings of type {', '.join(_ROTARY_TYPES)} to shift cached "
+                    f"keys, got {kind!r} in {name}"
+                )
+            return inv_freq.detach().float().cpu()
+    raise ValueError(f"expected rotary embeddings to shift cached keys, got none in {name}")
+
+
+def check_rotation(cache: Any) -> None:
+    """After `self_test` of a cache with a sink shift: equal tokens have keys R_p k_0 in all layers.
+
+    Raises:
+        ValueError: a layer that rotates otherwise (interleaved, by other angles, or not at all).
+    """
+    state = cache.state
+    for layer in state.ordinal:
+        store, local = state.store(layer)
+        slots = torch.arange(_TEST_TOKENS, device=store.seqlens.device)
+        k = store.gather(local, slots.expand(*store.lens[local].shape, -1))[0].float()
+        first = k[:, :, :1].transpose(0, 2)  # [1, HK, 1, D] as a batch of positions
+        turned = state.sink_shift.rotate(first.expand(_TEST_TOKENS, -1, -1, -1), slots)
+        turned = turned[:, :, 0].transpose(0, 1)  # [HK, 8, D]
+        error = (turned - k[0]).norm() / k[0].norm().clamp_min(1e-20)
+        if error > 0.02:
+            raise ValueError(
+                f"expected rotate-half RoPE in every full-attention layer to shift cached keys, "
+                f"got something else in layer {layer}"
+            )

@@ -1,0 +1,175 @@
+"""`patch`, `unpatch`, `new_cache`: put a policy under a model's `generate`, and take it away again.
+
+The model's code is not touched. Its config names the attention function, and one bound method on
+the instance hands `generate` a `SparseCache`. What `unpatch` needs is kept beside that method.
+"""
+
+from __future__ import annotations
+
+import types
+import warnings
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from transformers import PreTrainedModel
+from transformers.generation import GenerationMode
+
+from sparsekv.hf.attention import NAME, register
+from sparsekv.hf.cache import SparseCache
+from sparsekv.hf.check import (
+    check_config,
+    check_rotation,
+    layer_specs,
+    rotary_frequencies,
+    self_test,
+)
+from sparsekv.hf.compat import cache_key
+from sparsekv.policies import Full, Policy, get_policy, resolve_budget
+from sparsekv.rope import SinkShift
+
+Model = TypeVar("Model", bound=PreTrainedModel)
+_RECORD = "_sparsekv_patch"
+_HOOK = "_prepare_cache_for_generation"
+_OWN_CACHES = (None, "dynamic")
+
+
+@dataclass(frozen=True)
+class Patch:
+    """What a patched model carries: what to build caches from, and what it was before."""
+
+    policy: Policy
+    budget: int | float
+    page_size: int
+    attn_implementation: str
+    sink_shift: SinkShift | None
+
+
+def patch(
+    model: Model,
+    policy: str | Policy = "pyramid",
+    budget: int | float = 512,
+    *,
+    page_size: int = 16,
+) -> Model:
+    """Make `model.generate` use a sparse KV cache. Returns the same model.
+
+    Patching again replaces the policy. Caches made before keep theirs.
+
+    Args:
+        policy: a name of `sparsekv.POLICIES` or a policy object.
+        budget: tokens kept per layer and KV head on average (int), or the fraction of the real
+            prompt tokens to keep (float in (0, 1]).
+        page_size: slots a page, 16, 32 or 64.
+
+    Raises:
+        ValueError: an unknown policy, a bad budget, or a model that cannot be served; the model is
+            left as it was.
+    """
+    chosen = get_policy(policy)
+    resolve_budget(budget, 1)
+    check_config(model)
+    unpatch(model)
+    shift = None
+    if chosen.rerotates_sinks:
+        shift = SinkShift(getattr(chosen, "sinks", 0), rotary_frequencies(model))
+    before = model.config._attn_implementation
+    register()
+    model.set_attn_implementation(NAME)
+    model.__dict__[_RECORD] = Patch(chosen, budget, page_size, before, shift)
+    model.__dict__[_HOOK] = types.MethodType(_prepare_cache, model)
+    try:
+        _prove(model)
+    except Exception:
+        unpatch(model)
+        raise
+    return model
+
+
+def unpatch(model: Model) -> Model:
+    """Take the patch off; a model that has none is left alone. Returns the same model."""
+    record = model.__dict__.pop(_RECORD, None)
+    model.__dict__.pop(_HOOK, None)
+    if record is not None:
+        model.set_attn_implementation(record.attn_implementation)
+    return model
+
+
+def new_cache(model: PreTrainedModel) -> SparseCache:
+    """An empty cache under the model's policy, for `model(ids, past_key_values=cache)`.
+
+    Raises:
+        ValueError: the model is not patched.
+    """
+    record = _record(model)
+    return SparseCache(
+        record.policy, record.budget, layer_specs(model),
+        page_size=record.page_size, sink_shift=record.sink_shift,
+    )  # fmt: skip
+
+
+def _record(model: PreTrainedModel) -> Patch:
+    record = model.__dict__.get(_RECORD)
+    if record is None:
+        raise ValueError("expected a model patched by sparsekv.patch, got one without a policy")
+    return record
+
+
+def _prove(model: PreTrainedModel) -> None:
+    """Check that the switch took effect and that every layer can be served."""
+    if model.config._attn_implementation != NAME:
+        raise ValueError(
+            f"expected a model whose attention function can be chosen, got {type(model).__name__}"
+        )
+    record = _record(model)
+    cache = SparseCache(
+        Full(), 1, layer_specs(model), page_size=record.page_size, sink_shift=record.sink_shift
+    )
+    self_test(model, cache)
+    if record.sink_shift is not None:
+        check_rotation(cache)
+    if not cache.state.ordinal:
+        warnings.warn(
+            f"every layer of {type(model).__name__} has a sliding window and keeps it; policy "
+            f"{record.policy.name!r} has no layer to act on",
+            stacklevel=3,
+        )
+
+
+def _prepare_cache(
+    self: PreTrainedModel, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any
+) -> Any:
+    """Stand in for `_prepare_cache_for_generation`: put a `SparseCache` where none was given."""
+    name = cache_key(self)
+    wanted = generation_config.use_cache is not False
+    if (
+        model_kwargs.get(name) is None
+        and wanted
+        and generation_config.cache_implementation in _OWN_CACHES
+    ):
+        # transformers refuses a cache object beside a cache name.
+        generation_config.cache_implementation = None
+        model_kwargs[name] = new_cache(self)
+        # The original returns early for given caches, before it would do this.
+        if getattr(generation_config, "is_assistant", False):
+            model_kwargs[name].activate_past_recording()
+    cache = model_kwargs.get(name)
+    if isinstance(cache, SparseCache):
+        mode = args[0] if args else kwargs.get("generation_mode")
+        _set_mode(cache, generation_config, model_kwargs, mode)
+    return getattr(type(self), _HOOK)(self, generation_config, model_kwargs, *args, **kwargs)
+
+
+def _set_mode(cache: SparseCache, generation_config: Any, model_kwargs: dict, mode: Any) -> None:
+    """Tell the cache where drafts begin and whether the prompt comes in chunks."""
+    state = cache.state
+    state.keep_queries = generation_config.prefill_chunk_size is not None
+    state.draft_start = None
+    if mode == GenerationMode.ASSISTED_GENERATION:
+        # Prompt and first drafts come in one forward; newer versions drop an all-ones mask.
+        mask = model_kwargs.get("attention_mask")
+        length = getattr(generation_config, "_mask_length", None)
+        state.draft_start = length if mask is None else mask.shape[1]
+        if state.draft_start is None:
+            raise ValueError("expected an attention_mask to tell the prompt from drafts, got none")
+    elif not getattr(generation_config, "is_assistant", False):
+        state.recording = False
