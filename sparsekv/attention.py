@@ -9,6 +9,8 @@ decode   one token: append or replace a slot, paged attention, drop at most one 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -85,7 +87,7 @@ def _prefill(
     batch, heads = k.shape[:2]
     flat_q, flat_k, flat_v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     lengths = (rows.cu, rows.cu, part.tokens, part.tokens)
-    geometry = {
+    geometry: dict[str, Any] = {
         "softmax_scale": scores.softmax_scale,
         "softcap": scores.softcap,
         "window": state.layers[layer].window,

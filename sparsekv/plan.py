@@ -55,8 +55,8 @@ class Limits:
 
     def select_rows(self, rows: np.ndarray) -> Limits:
         """The limits of the given rows."""
-        arrays = (self.budget, self.keep, self.sinks, self.recent)
-        return Limits(*(array[:, rows] for array in arrays), self.mode)
+        budget, keep = self.budget[:, rows], self.keep[:, rows]
+        return Limits(budget, keep, self.sinks[:, rows], self.recent[:, rows], self.mode)
 
 
 def make_limits(

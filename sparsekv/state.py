@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sparsekv.cache.paged import PagedKVCache, Snapshot
 from sparsekv.cache.pages import PagePool
+from sparsekv.headwise import Scores
 from sparsekv.plan import LayerSpec, Limits, make_limits
 from sparsekv.policies.base import ModelShape, Policy
 from sparsekv.rope import SinkShift
@@ -64,7 +65,7 @@ class SparseState:
         self.queries: dict[int, tuple[Tensor, Tensor]] = {}
         self.true_sinks: dict[int, Tensor] = {}
         self.snapshots: dict[int, Snapshot] = {}
-        self.log: dict[int, list[tuple[Part, Tensor, Tensor, Tensor]]] = {}
+        self.log: dict[int, list[tuple[Part, Tensor, Tensor, Tensor, Scores]]] = {}
         self._stores: dict[int, tuple[PagedKVCache, int]] = {}
         self._parts: list[Part] = []
         self._start = -1

@@ -1,7 +1,7 @@
 """The paged KV cache of the layers that live on one device.
 
-State is data: `block_table` int32 [L, B, HK, maxP] and `seqlens` int32 [L, B, HK] on the device, and
-the same two on the host (`table`, `lens`), so that pages are planned without waiting for the device.
+State is data: `block_table` int32 [L, B, HK, maxP] and `seqlens` int32 [L, B, HK] on the device,
+and the same two on the host (`table`, `lens`), so that pages are planned without waiting for it.
 A slot index counts inside one (layer, row, KV head); slots 0 .. seqlens-1 are in use, in any order.
 """
 
@@ -124,7 +124,7 @@ class PagedKVCache:
         index: Tensor | None = None,
         token_scores: Tensor | None = None,
     ) -> None:
-        """Write tokens into `slots` (see `append_kv`); lengths are the caller's to `advance`."""
+        """Write tokens into `slots` (see `append_kv`); the caller sets the new lengths."""
         pool = self.pool
         append_kv(
             k, v, pool.k_pages, pool.v_pages, pool.positions, pool.scores,
@@ -141,7 +141,7 @@ class PagedKVCache:
         return int(self.pages[layer].max(initial=0))
 
     def view(self, layer: int, name: str) -> Tensor:
-        """`positions` or `scores` of a layer by slot: [B, HK, width * P]; garbage beyond seqlens."""
+        """`positions` or `scores` of a layer by slot: [B, HK, width * P]; junk beyond seqlens."""
         table = self.block_table[layer, :, :, : self.width(layer)]
         return getattr(self.pool, name)[table.long()].flatten(-2)
 

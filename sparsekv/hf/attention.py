@@ -14,12 +14,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from sparsekv.attention import attend
 from sparsekv.headwise import Scores
 
 NAME = "sparsekv"
 KEY_MARK = "_sparsekv_layer"
-# The kv_offset by which the mask function knows that the cache is ours (columns are never negative).
+# The kv_offset by which the mask function knows that the cache is ours: no column is negative.
 OWN_CACHE = -1
 # Arguments of other attention variants that would change the result if they were ignored.
 _UNSUPPORTED = ("position_bias", "indices", "block_indices", "sinks", "cu_seq_lens_q")
@@ -96,8 +95,8 @@ def _dense(
 
 
 def attention_mask(
-    *args: Any,
-    q_length: int | None = None,
+    *,
+    q_length: int,
     kv_offset: int = 0,
     attention_mask: Tensor | None = None,
     allow_is_causal_skip: bool = True,
@@ -111,7 +110,7 @@ def attention_mask(
     """
     if kv_offset != OWN_CACHE:
         return sdpa_mask(
-            *args, q_length=q_length, kv_offset=kv_offset, attention_mask=attention_mask,
+            q_length=q_length, kv_offset=kv_offset, attention_mask=attention_mask,
             allow_is_causal_skip=allow_is_causal_skip, use_vmap=use_vmap, **kwargs,
         )  # fmt: skip
     if use_vmap or not allow_is_causal_skip:

@@ -39,7 +39,7 @@ def check_config(model: PreTrainedModel) -> None:
     unknown = set(layer_types(config)) - {"full_attention", "sliding_attention"}
     if unknown:
         raise ValueError(
-            f"expected full_attention and sliding_attention layers, got {', '.join(sorted(unknown))}"
+            f"expected full_attention and sliding_attention layers, got {sorted(unknown)}"
         )
     ranks, heads = tp_size(model), config.num_key_value_heads
     if ranks > 1 and heads % ranks:
@@ -126,7 +126,7 @@ def rotary_frequencies(model: PreTrainedModel) -> torch.Tensor:
             kind = kind.get("full_attention", "") if isinstance(kind, dict) else kind
             if kind not in _ROTARY_TYPES:
                 raise ValueError(
-                    f"expected rotary embeddings of type {', '.join(_ROTARY_TYPES)} to shift cached "
+                    f"expected rotary embeddings of a type in {_ROTARY_TYPES} to shift cached "
                     f"keys, got {kind!r} in {name}"
                 )
             return inv_freq.detach().float().cpu()
