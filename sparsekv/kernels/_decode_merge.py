@@ -187,11 +187,12 @@ def probabilities(
     return probs
 
 
-def merge_signatures(
-    head_dims: tuple[int, ...],
-) -> list[tuple[Any, dict[str, str], dict[str, Any], dict[str, Any], str]]:
-    """Rows of `aot_signatures` for both kernels: G = 4, every head_dim, every reduction."""
-    rows: list[tuple[Any, dict[str, str], dict[str, Any], dict[str, Any], str]] = []
+_Aot = tuple[Any, dict[str, str], dict[str, Any], dict[str, Any], str]
+
+
+def merge_signatures() -> list[_Aot]:
+    """Rows of `aot_signatures` for both kernels, with G = 4."""
+    rows: list[_Aot] = []
     types = "*fp32 *fp32 *i32 *bf16 *bf16 *fp32 i32" + " constexpr" * 5
     signature = dict(zip(combine_kernel.arg_names, types.split(), strict=True))
     constexprs: dict[str, Any] = {"G": 4, "CHUNK": 256, "BLOCK_C": BLOCK_C}
@@ -200,10 +201,10 @@ def merge_signatures(
     probs_constexprs: dict[str, Any] = {"G": 4, "BLOCK_N": 64, "BLOCK_S": BLOCK_S}
     options = launch_options(4, 1)
     for arch in ARCHS:
-        for d in head_dims:
+        for d in (64, 128, 256) if arch == "sm90" else (128,):
             dims = {"D": d, "BLOCK_D": d}
             rows.append((combine_kernel, signature, constexprs | dims, options, arch))
-        for reduce in ("none", "mean", "max"):
+        for reduce in ("none", "mean", "max") if arch == "sm90" else ("mean",):
             mode = {"REDUCE": reduce}
             rows.append((probs_kernel, probs_signature, probs_constexprs | mode, options, arch))
     return rows
