@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import triton
@@ -23,6 +23,8 @@ ARCHS = ("sm80", "sm89", "sm90", "sm100", "sm120", "gfx942")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 Config = TypeVar("Config")
+# (kernel, signature, constexprs, launch options, arch): what an ahead-of-time compilation needs.
+AotRow = tuple[Any, dict[str, str], dict[str, Any], dict[str, Any], str]
 
 
 @triton.jit
@@ -97,6 +99,16 @@ def padded_head_dim(head_dim: int) -> int:
 def launch_options(num_warps: int, num_stages: int) -> dict[str, int | bool]:
     """Launch options; FP fusion is asked for, since triton 3.10 turns off what attention needs."""
     return {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+
+
+def aot_row(
+    kernel: Any, arch: str, types: dict[str, str], constexprs: dict[str, Any], options: dict
+) -> AotRow:
+    """A row for aot_signatures(): arguments in neither dict are strides (i32) or absent (None)."""
+    missing = [name for name in kernel.arg_names if name not in types and name not in constexprs]
+    strides = {name: "i32" for name in missing if name.startswith("stride_")}
+    constants = constexprs | {name: None for name in missing if name not in strides}
+    return kernel, types | strides | dict.fromkeys(constants, "constexpr"), constants, options, arch
 
 
 def check_shape(name: str, tensor: Tensor, shape: Sequence[int | None]) -> None:

@@ -1,4 +1,4 @@
-"""Masked logits of packed sequences for the references: which keys a query sees, in plain torch.
+"""Packed sequences: argument checks, and for the references their masked logits in plain torch.
 
 Sequence n holds the tokens cu[n] .. cu[n] + used[n]. Rows are walked in chunks only to bound
 memory: each chunk comes with every key that any of its rows can see.
@@ -14,7 +14,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ._common import check_dtype, check_shape
+from ._common import (
+    DTYPES,
+    check_dtype,
+    check_heads,
+    check_last_contiguous,
+    check_shape,
+    padded_head_dim,
+)
 
 Align = Literal["left", "right"]
 _CHUNK_ELEMENTS = 1 << 22  # logits held at a time: 16 MB in fp32, about the last-level cache
@@ -47,6 +54,41 @@ class Mask:
             ):
                 check_shape(name, value, [size])
                 check_dtype(name, value, torch.int32)
+
+
+def check_packed(
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+    softmax_scale: float,
+    softcap: float | None,
+) -> None:
+    """Raise ValueError unless q [Tq, HQ, D], k [Tk, HK, D] and the lengths fit together."""
+    check_shape("q", q, [None, None, None])
+    check_shape("k", k, [None, None, q.shape[2]])
+    check_heads(q.shape[1], k.shape[1])
+    padded_head_dim(q.shape[2])
+    check_dtype("q", q, *DTYPES, *(() if q.is_cuda else (torch.float64,)))
+    check_dtype("k", k, q.dtype)
+    check_last_contiguous("q", q)
+    check_last_contiguous("k", k)
+    sequences = cu_seqlens_q.shape[0] - 1
+    for name, x, size in (
+        ("cu_seqlens_q", cu_seqlens_q, sequences + 1),
+        ("cu_seqlens_k", cu_seqlens_k, sequences + 1),
+        ("seqused_q", seqused_q, sequences),
+        ("seqused_k", seqused_k, sequences),
+    ):
+        if x is not None:
+            check_shape(name, x, [size])
+            check_dtype(name, x, torch.int32)
+    if softmax_scale <= 0:
+        raise ValueError(f"expected softmax_scale > 0, got {softmax_scale}")
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"expected softcap > 0 or None, got {softcap}")
 
 
 def spans(cu_seqlens: Tensor, seqused: Tensor | None) -> list[tuple[int, int]]:

@@ -15,7 +15,7 @@ end of a window and the last rows (masked). Every column is stored once: no atom
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import triton
@@ -25,17 +25,16 @@ from torch import Tensor
 from ._common import (
     ARCHS,
     LOG2E,
+    AotRow,
+    aot_row,
     base2_logits,
-    check_dtype,
-    check_heads,
-    check_last_contiguous,
     check_shape,
     launch_options,
     lookup,
     padded_head_dim,
     visible,
 )
-from ._masked import Align, Mask, logit_chunks, spans
+from ._masked import Align, Mask, check_packed, logit_chunks, spans
 
 Statistic = Literal["sum", "max", "count"]
 Group = Literal["mean", "max", "sum", "layer_mean"]
@@ -49,18 +48,16 @@ class _Tiles(NamedTuple):
 
 
 # (arch, padded head_dim) -> tiles. Two programs a multiprocessor overlap exp2 with matrix work.
+_UP_TO_128 = (16, 32, 64, 128)
 _CONFIG: dict[tuple[str, int], _Tiles] = {
-    **{(arch, d): _Tiles(64, 64, 4, 2) for arch in ("sm80", "sm89", "sm120") for d in (16, 32, 64)},
-    **{(arch, 128): _Tiles(64, 64, 4, 2) for arch in ("sm80", "sm89", "sm120")},
-    **{(arch, 256): _Tiles(64, 32, 4, 2) for arch in ("sm80", "sm89", "sm120")},
-    **{("sm90", d): _Tiles(128, 64, 4, 3) for d in (16, 32, 64, 128)},
-    ("sm90", 256): _Tiles(64, 32, 4, 3),
-    **{("sm100", d): _Tiles(128, 64, 4, 3) for d in (16, 32, 64, 128)},
-    ("sm100", 256): _Tiles(64, 32, 4, 3),
-    **{("gfx942", d): _Tiles(128, 64, 4, 1) for d in (16, 32, 64, 128)},
+    **{(a, d): _Tiles(64, 64, 4, 2) for a in ("sm80", "sm89", "sm120") for d in _UP_TO_128},
+    **{(a, 256): _Tiles(64, 32, 4, 2) for a in ("sm80", "sm89", "sm120")},
+    **{(a, d): _Tiles(128, 64, 4, 3) for a in ("sm90", "sm100") for d in _UP_TO_128},
+    **{(a, 256): _Tiles(64, 32, 4, 3) for a in ("sm90", "sm100")},
+    **{("gfx942", d): _Tiles(128, 64, 4, 1) for d in _UP_TO_128},
     ("gfx942", 256): _Tiles(64, 32, 4, 1),
-    **{("fp32", d): _Tiles(32, 32, 4, 1) for d in (16, 32, 64, 128, 256)},
-    **{("cpu", d): _Tiles(16, 32, 4, 1) for d in (16, 32, 64, 128, 256)},
+    **{("fp32", d): _Tiles(32, 32, 4, 1) for d in (*_UP_TO_128, 256)},
+    **{("cpu", d): _Tiles(16, 32, 4, 1) for d in (*_UP_TO_128, 256)},
 }
 _L2_BYTES = 32 << 20  # queries of a sequence that stay in an L2 of 40-60 MB
 _NO_LIMIT = 1 << 30  # larger windows and row counts are clipped: sums stay in int32
@@ -338,7 +335,10 @@ def column_scores(
     With "sum" over heads g and all keys, the total is the number of non-empty rows (less the sink).
     Raises ValueError when shapes, dtypes or options do not fit together.
     """
-    _check(q, k, lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softcap)
+    check_packed(
+        q, k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softmax_scale, softcap
+    )  # fmt: skip
+    check_shape("lse", lse, [q.shape[1], q.shape[0]])
     _check_statistic(q.shape[0], rows, statistic, group, row_weights, log_threshold)
     Mask(causal, align, window, positions_q, positions_k).check(q.shape[0], k.shape[0])
     run = column_scores_triton if q.is_cuda else column_scores_reference
@@ -350,25 +350,6 @@ def column_scores(
         causal=causal, align=align, window=window, softcap=softcap,
         positions_q=positions_q, positions_k=positions_k,
     )  # fmt: skip
-
-
-def _check(q, k, lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softcap) -> None:
-    """Raise ValueError unless the tensors fit together."""
-    check_shape("q", q, [None, None, None])
-    check_shape("k", k, [None, None, q.shape[2]])
-    check_shape("lse", lse, [q.shape[1], q.shape[0]])
-    check_heads(q.shape[1], k.shape[1])
-    padded_head_dim(q.shape[2])
-    for name, x in (("q", q), ("k", k)):
-        check_dtype(name, x, q.dtype)
-        check_last_contiguous(name, x)
-    sequences = cu_seqlens_q.shape[0] - 1
-    check_shape("cu_seqlens_k", cu_seqlens_k, [sequences + 1])
-    for name, used in (("seqused_q", seqused_q), ("seqused_k", seqused_k)):
-        if used is not None:
-            check_shape(name, used, [sequences])
-    if softcap is not None and softcap <= 0:
-        raise ValueError(f"expected softcap > 0 or None, got {softcap}")
 
 
 def _check_statistic(
@@ -398,40 +379,32 @@ def _check_statistic(
         raise ValueError("expected log_threshold with statistic 'count', got None")
 
 
-def aot_signatures() -> list[tuple[Any, dict[str, str], dict[str, Any], dict[str, Any], str]]:
-    """(kernel, signature, constexprs, launch options, arch) of every shipped configuration.
-
-    bf16, causal, sum over all rows; per arch also every option, the other statistics, and fp32.
-    """
+def aot_signatures() -> list[AotRow]:
+    """Every shipped tile choice, bf16, causal, "sum"; the other statistics with options; fp32."""
     rows = []
     for (arch, d), tiles in _CONFIG.items():
-        if arch not in ARCHS:
+        if arch not in ARCHS or d < 64:  # smaller head_dims share the tiles of 64
             continue
         rows.append(_aot_row(arch, d, tiles, "*bf16", "sum", options=False))
         if d == 128:
             rows += [_aot_row(arch, d, tiles, "*bf16", s, options=True) for s in ("max", "count")]
-        if d in (64, 256):
-            rows.append(_aot_row(arch, d, _CONFIG["fp32", d], "*fp32", "sum", options=False))
+        rows.append(_aot_row(arch, d, _CONFIG["fp32", d], "*fp32", "sum", options=False))
     return rows
 
 
-def _aot_row(arch: str, block_d: int, tiles: _Tiles, dtype: str, statistic: str, options: bool):
+def _aot_row(
+    arch: str, block_d: int, tiles: _Tiles, dtype: str, statistic: str, options: bool
+) -> AotRow:
     """One row of aot_signatures; options: window, softcap, seqused and head_dim < block."""
-    signature = {"q": dtype, "k": dtype, "lse": "*fp32", "scores": "*fp32"}
-    signature |= {"cu_seqlens_q": "*i32", "cu_seqlens_k": "*i32", "last_rows": "i32"}
-    signature |= {f"stride_{x}": "i32" for x in ("qt", "qh", "kt", "kh", "lh", "s")}
-    signature |= {"softmax_scale": "fp32"}
-    optional = {"seqused_q": "*i32", "seqused_k": "*i32", "softcap": "fp32", "window": "i32"}
-    constexprs: dict[str, Any] = {"positions_q": None, "positions_k": None}
-    constexprs |= {} if options else dict.fromkeys(optional)
+    types = {"q": dtype, "k": dtype, "lse": "*fp32", "scores": "*fp32", "softmax_scale": "fp32"}
+    types |= {"cu_seqlens_q": "*i32", "cu_seqlens_k": "*i32", "last_rows": "i32"}
+    if options:
+        types |= {"seqused_q": "*i32", "seqused_k": "*i32", "softcap": "fp32", "window": "i32"}
     if statistic == "count":
-        signature["row_values"] = "*fp32"
-    else:
-        constexprs["row_values"] = None
-    constexprs |= {"STATISTIC": statistic, "GROUP": "mean", "CAUSAL": True, "ALIGN_RIGHT": True}
+        types |= {"row_values": "*fp32"}
+    constexprs = {"STATISTIC": statistic, "GROUP": "mean", "CAUSAL": True, "ALIGN_RIGHT": True}
     constexprs |= {"G": 4, "HEADS_FIRST": True, "BLOCK_D": block_d}
     constexprs |= {"HEAD_DIM": block_d - 32 if options else block_d}
     constexprs |= {"BLOCK_N": tiles.block_n, "BLOCK_M": tiles.block_m}
-    signature |= (optional if options else {}) | dict.fromkeys(constexprs, "constexpr")
     launch = launch_options(tiles.num_warps, tiles.num_stages)
-    return _column_scores_kernel, signature, constexprs, launch, arch
+    return aot_row(_column_scores_kernel, arch, types, constexprs, launch)

@@ -13,7 +13,7 @@ the tail (masked). With explicit positions nothing is known about the order: one
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -24,9 +24,10 @@ from ._common import (
     ARCHS,
     LN2,
     LOG2E,
+    AotRow,
+    aot_row,
     base2_logits,
     check_dtype,
-    check_heads,
     check_last_contiguous,
     check_shape,
     launch_options,
@@ -34,7 +35,7 @@ from ._common import (
     padded_head_dim,
     visible,
 )
-from ._masked import Align, Mask, logit_chunks, spans
+from ._masked import Align, Mask, check_packed, logit_chunks, spans
 
 
 class _Tiles(NamedTuple):
@@ -238,7 +239,10 @@ def prefill_triton(
     # Tokens of no sequence are nobody's: filled here, the kernel writes the others.
     out = torch.zeros((num_q, heads, head_dim), dtype=q.dtype, device=q.device)
     lse = torch.full((heads, num_q), -torch.inf, dtype=torch.float32, device=q.device)
-    tiles = [t for least, t in lookup(_CONFIG, q) if max_seqlen_q >= least][-1]
+    # Large tiles pay off in the unmasked zone only, and have no registers left for options.
+    plain = window is None and softcap is None and positions_k is None
+    reach = max_seqlen_q if plain else 0
+    tiles = [t for least, t in lookup(_CONFIG, q) if reach >= least][-1]
     # While all K and V stay in L2, run the longest blocks of all heads first; else head by head.
     fits_l2 = 2 * max_seqlen_k * kv_heads * head_dim * k.element_size() <= _L2_BYTES
     heads_x = heads if fits_l2 else heads // kv_heads
@@ -317,7 +321,14 @@ def prefill_attention(
     Tokens of no sequence and queries without a visible key get out 0, lse -inf.
     Raises ValueError when shapes, dtypes or options do not fit together.
     """
-    _check(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softcap, sinks)
+    check_packed(
+        q, k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softmax_scale, softcap
+    )  # fmt: skip
+    check_shape("v", v, k.shape)
+    check_dtype("v", v, q.dtype)
+    check_last_contiguous("v", v)
+    if sinks is not None:
+        check_shape("sinks", sinks, [q.shape[1]])
     Mask(causal, align, window, positions_q, positions_k).check(q.shape[0], k.shape[0])
     run = prefill_triton if q.is_cuda else prefill_reference
     return run(
@@ -328,56 +339,32 @@ def prefill_attention(
     )  # fmt: skip
 
 
-def _check(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softcap, sinks) -> None:
-    """Raise ValueError unless the tensors fit together."""
-    check_shape("q", q, [None, None, None])
-    check_shape("k", k, [None, None, q.shape[2]])
-    check_shape("v", v, k.shape)
-    check_heads(q.shape[1], k.shape[1])
-    padded_head_dim(q.shape[2])
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check_dtype(name, x, q.dtype)
-        check_last_contiguous(name, x)
-    sequences = cu_seqlens_q.shape[0] - 1
-    check_shape("cu_seqlens_k", cu_seqlens_k, [sequences + 1])
-    for name, used in (("seqused_q", seqused_q), ("seqused_k", seqused_k)):
-        if used is not None:
-            check_shape(name, used, [sequences])
-    if softcap is not None and softcap <= 0:
-        raise ValueError(f"expected softcap > 0 or None, got {softcap}")
-    if sinks is not None:
-        check_shape("sinks", sinks, [q.shape[1]])
-
-
-def aot_signatures() -> list[tuple[Any, dict[str, str], dict[str, Any], dict[str, Any], str]]:
-    """(kernel, signature, constexprs, launch options, arch) of every shipped configuration.
-
-    bf16, causal, all heads in one grid row; per arch also one row with every option and fp32.
+def aot_signatures() -> list[AotRow]:
+    """Every shipped tile choice, bf16 and causal; with every option where these tiles meet them;
+    fp32.
     """
     rows = []
     for (arch, d), choices in _CONFIG.items():
-        for _, tiles in choices if arch in ARCHS else ():
+        if arch not in ARCHS or d < 64:  # smaller head_dims share the tiles of 64
+            continue
+        for least, tiles in choices:
             rows.append(_aot_row(arch, d, tiles, "*bf16", options=False))
-            if d == 128:
+            if d == 128 and least == 0:
                 rows.append(_aot_row(arch, d, tiles, "*bf16", options=True))
-        if arch in ARCHS and d in (64, 256):
-            rows.append(_aot_row(arch, d, _CONFIG["fp32", d][0][1], "*fp32", options=False))
+        rows.append(_aot_row(arch, d, _CONFIG["fp32", d][0][1], "*fp32", options=False))
     return rows
 
 
-def _aot_row(arch: str, block_d: int, tiles: _Tiles, dtype: str, options: bool):
+def _aot_row(arch: str, block_d: int, tiles: _Tiles, dtype: str, options: bool) -> AotRow:
     """One row of aot_signatures; options: window, softcap, sinks, seqused and head_dim < block."""
-    signature = dict.fromkeys(("q", "k", "v", "out"), dtype)
-    signature |= {"lse": "*fp32", "cu_seqlens_q": "*i32", "cu_seqlens_k": "*i32"}
-    signature |= {f"stride_{x}": "i32" for x in ("qt", "qh", "kt", "kh", "vt", "vh", "lh")}
-    signature |= {"softmax_scale": "fp32"}
-    optional = {"seqused_q": "*i32", "seqused_k": "*i32", "sinks": "*fp32", "softcap": "fp32"}
-    optional |= {"window": "i32"}
-    constexprs: dict[str, Any] = {"positions_q": None, "positions_k": None}
-    constexprs |= {} if options else dict.fromkeys(optional)
-    constexprs |= {"CAUSAL": True, "ALIGN_RIGHT": True, "G": 4, "NUM_HEADS": 32, "HEADS_X": 32}
+    types = dict.fromkeys(("q", "k", "v", "out"), dtype)
+    types |= {"lse": "*fp32", "cu_seqlens_q": "*i32", "cu_seqlens_k": "*i32"}
+    types |= {"softmax_scale": "fp32"}
+    if options:
+        types |= {"seqused_q": "*i32", "seqused_k": "*i32", "sinks": "*fp32"}
+        types |= {"softcap": "fp32", "window": "i32"}
+    constexprs = {"CAUSAL": True, "ALIGN_RIGHT": True, "G": 4, "NUM_HEADS": 32, "HEADS_X": 32}
     constexprs |= {"HEAD_DIM": block_d - 32 if options else block_d, "BLOCK_D": block_d}
     constexprs |= {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
-    signature |= (optional if options else {}) | dict.fromkeys(constexprs, "constexpr")
     launch = launch_options(tiles.num_warps, tiles.num_stages)
-    return _prefill_kernel, signature, constexprs, launch, arch
+    return aot_row(_prefill_kernel, arch, types, constexprs, launch)
