@@ -135,13 +135,19 @@ def _succeeded(result: list | str) -> bool:
     return bool(result) and not isinstance(result, str) and all("error" not in r for r in result)
 
 
+def _items(request: pytest.FixtureRequest) -> list[pytest.Function]:
+    """The tests of this file that were selected (-k and the like)."""
+    return [item for item in request.session.items if item.path == Path(__file__)]
+
+
 @pytest.fixture(scope="module", params=list(SHARED_LIMIT))
 def compiled(request: pytest.FixtureRequest) -> tuple[str, dict[str, list | str]]:
     """(arch, results by module); only what changed since the last run is compiled."""
     arch, cache = request.param, request.config.cache.mkdir("sparsekv_aot")
-    files = {module: cache / f"{_key(module, arch)}.json" for module in MODULES}
+    selected = {item.callspec.params["module"] for item in _items(request)}
+    files = {module: cache / f"{_key(module, arch)}.json" for module in sorted(selected)}
     results = {m: json.loads(f.read_text()) for m, f in files.items() if f.exists()}
-    missing = [module for module in MODULES if module not in results]
+    missing = [module for module in files if module not in results]
     fresh = _run_worker(arch, missing) if missing else {}
     for module, result in fresh.items():
         if _succeeded(result):  # a failure may be the machine's: try again next time
