@@ -37,7 +37,7 @@ def _keys(scores, protected, offs, n):
     x = tl.where(x == x, x, float("-inf"))
     x = tl.where(x == 0.0, 0.0, x)  # -0.0 and 0.0 are one value
     bits = x.to(tl.uint32, bitcast=True)
-    key = tl.where(bits >> 31 != 0, ~bits, bits | 0x80000000)
+    key = tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
     if protected is not None:
         kept = tl.load(protected + offs, mask=offs < n, other=0)
         key = tl.where(kept != 0, 0xFFFFFFFF, key)  # above +inf, whose key is 0xFF800000
