@@ -8,7 +8,6 @@ read that.
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from importlib import metadata
@@ -60,7 +59,9 @@ def load(
         tokenizer = AutoTokenizer.from_pretrained(
             source, padding_side="left", trust_remote_code=False
         )
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=False)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, trust_remote_code=False
+        )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ValueError(
             f"expected a readable causal language model, got {source!r}: {_line(error)}"
@@ -73,7 +74,7 @@ def load(
 def default_model() -> Path:
     """Folder of the plain copy of the default model, converted on the first call."""
     gguf, version = _packaged_gguf()
-    target = _cache_root() / f"{PACKAGE}-{version}-bf16"
+    target = Path.home() / ".cache" / "sparsekv" / f"{PACKAGE}-{version}-bf16"
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -100,11 +101,6 @@ def _packaged_gguf() -> tuple[Path, str]:
         if file.suffix == ".gguf":
             return Path(str(package.locate_file(file))), package.version
     raise ValueError(f"expected a .gguf file in {PACKAGE} {package.version}, got none: {hint}")
-
-
-def _cache_root() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "sparsekv"
 
 
 def _convert(gguf: Path, folder: Path) -> None:

@@ -1,0 +1,207 @@
+"""The `sparsekv` command: generate, policies, demo.
+
+Text goes to stdout; progress and figures go to stderr. A user's mistake is one line,
+`error: expected X, got Y`, and exit code 2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import sparsekv
+from sparsekv import demo as demonstration
+from sparsekv import models
+from sparsekv.generation import Run, encode, generate_shown
+from sparsekv.policies import get_policy, resolve_budget
+from sparsekv.progress import spinning
+
+HELP = {"help_option_names": ["-h", "--help"]}
+APP = typer.Typer(
+    help="KV-cache sparsity for LLM inference: keep the tokens that matter, free the others.",
+    epilog="Examples:\n\nsparsekv demo\n\nsparsekv policies\n\n"
+    'sparsekv generate --prompt "Why is the sky blue?"',
+    context_settings=HELP,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+GENERATE_EXAMPLES = (
+    "Examples:\n\n"
+    'sparsekv generate --prompt "Why is the sky blue?" --budget 64\n\n'
+    "sparsekv generate --prompt-file report.txt --policy snapkv --budget 0.25 --compare\n\n"
+    "sparsekv generate --model ./Qwen3-8B --device cuda --prompt-file book.txt --json run.json"
+)
+
+Model = Annotated[
+    str | None,
+    typer.Option(help="Hugging Face id or local folder; without it, SmolLM2-135M-Instruct."),
+]
+Policy = Annotated[str, typer.Option(help="A name that `sparsekv policies` lists.")]
+Budget = Annotated[
+    str,
+    typer.Option(help="Tokens kept per layer and KV head (512), or the fraction kept (0.25)."),
+]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+
+
+def user_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """Turn what a user can get wrong into one line and exit code 2."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except (ValueError, OSError) as error:
+            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+            raise typer.Exit(2) from error
+
+    return run
+
+
+def main() -> None:
+    """Entry point. Mistakes in the options themselves are reported like all others."""
+    command = typer.main.get_command(APP)
+    try:
+        code = command.main(prog_name="sparsekv", standalone_mode=False)
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(130)
+    except Exception as error:
+        # click's usage errors, whichever click typer was built on.
+        if not hasattr(error, "format_message"):
+            raise
+        message = error.format_message()
+        if message:
+            print(f"error: {message}", file=sys.stderr)
+        sys.exit(2)
+    sys.exit(code)
+
+
+def parse_budget(text: str) -> int | float:
+    """ "512" -> 512, "0.25" -> 0.25; ValueError for what is not a budget."""
+    try:
+        budget = int(text) if text.strip().lstrip("+-").isdigit() else float(text)
+    except ValueError as error:
+        raise ValueError(f"expected a budget like 512 or 0.25, got {text!r}") from error
+    resolve_budget(budget, 1)
+    return budget
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"sparsekv {sparsekv.__version__}")
+        raise typer.Exit
+
+
+@APP.callback()
+def root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """KV-cache sparsity for LLM inference: keep the tokens that matter, free the others."""
+
+
+@APP.command("generate", epilog=GENERATE_EXAMPLES)
+@user_errors
+def generate_command(
+    model: Model = None,
+    policy: Policy = "pyramid",
+    budget: Budget = "512",
+    prompt: Annotated[str | None, typer.Option(help="The prompt itself.")] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="A UTF-8 text file with the prompt.", show_default=False)
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 128,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Complete the prompt as it is: no chat template.")
+    ] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Also run the same prompt with a dense cache.")
+    ] = False,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write texts, tokens, times and cache figures.")
+    ] = None,
+) -> None:
+    """Generate greedily from a prompt with a sparse KV cache."""
+    chosen, size = get_policy(policy), parse_budget(budget)
+    text = _read_prompt(prompt, prompt_file)
+    if max_new_tokens < 1:
+        raise ValueError(f"expected --max-new-tokens >= 1, got {max_new_tokens}")
+    with spinning("loading the model"):
+        network, tokenizer = models.load(model, device, dtype)
+    ids = encode(tokenizer, text, chat=not raw)
+    run = functools.partial(generate_shown, network, tokenizer, ids, max_new_tokens)
+    dense = run("dense") if compare else None
+    with spinning("checking the model"):
+        sparsekv.patch(network, chosen, size)
+    sparse = run(policy)
+    _show(sparse, dense, policy)
+    if json_file is not None:
+        setting = {"model": model or models.PACKAGE, "policy": policy, "budget": size}
+        setting |= {"device": str(network.device), "dtype": str(network.dtype)}
+        setting |= {"prompt_tokens": ids.shape[1], "max_new_tokens": max_new_tokens}
+        runs = {"sparse": sparse.to_dict(), "dense": dense.to_dict() if dense else None}
+        json_file.write_text(json.dumps(setting | runs, indent=2) + "\n", encoding="utf-8")
+
+
+def _read_prompt(prompt: str | None, file: Path | None) -> str:
+    if (prompt is None) == (file is None):
+        raise ValueError(f"expected --prompt or --prompt-file, got {'both' if file else 'neither'}")
+    return file.read_text(encoding="utf-8") if file is not None else str(prompt)
+
+
+def _show(sparse: Run, dense: Run | None, policy: str) -> None:
+    """Texts on stdout, figures on stderr."""
+    if dense is not None:
+        print(f"--- dense\n{dense.text}\n--- {policy}")
+    print(sparse.text)
+    print(sparse.figures, file=sys.stderr)
+    for name, run in (("dense", dense), (policy, sparse)):
+        if run is not None:
+            rate = f"{(len(run.tokens) - 1) / run.decode_s:.1f} tokens/s" if run.decode_s else ""
+            seconds = f"{name}: {run.prefill_s:.2f} s to the first token, {run.decode_s:.2f} s for"
+            print(f"{seconds} {len(run.tokens) - 1} more {rate}", file=sys.stderr)
+
+
+@APP.command(epilog="Example:\n\nsparsekv policies")
+def policies() -> None:
+    """List the policies: what each keeps, its hyper-parameters with defaults, its paper."""
+    table = Table("policy", "keeps", "hyper-parameters", "paper", show_lines=True)
+    for name, policy in sparsekv.POLICIES.items():
+        values = get_policy(name)
+        fields = (f"{f.name}={getattr(values, f.name)}" for f in dataclasses.fields(policy))
+        table.add_row(name, policy.keeps, "\n".join(fields), policy.paper)
+    Console().print(table)
+
+
+@APP.command(epilog="Examples:\n\nsparsekv demo\n\nsparsekv demo --policy snapkv --budget 256")
+@user_errors
+def demo(
+    policy: Policy = "pyramid",
+    budget: Budget = "512",
+    model: Model = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """Ask about one fact in a long text, with a dense and with a sparse KV cache."""
+    chosen, size = get_policy(policy), parse_budget(budget)
+    with spinning("loading the model"):
+        network, tokenizer = models.load(model, device, dtype)
+    demonstration.run(network, tokenizer, chosen, size)
