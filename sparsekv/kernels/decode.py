@@ -47,7 +47,7 @@ _CONFIG = {(arch, d): (64, 4, 3) for arch in ARCHS for d in _HEAD_DIMS}
 _CONFIG |= {(arch, d): (32, 4, 3) for arch in ARCHS for d in (16, 256)}  # 16 x 64 keys spills
 _CONFIG |= {(arch, 128): (32, 4, 3) for arch in ("sm89", "sm120")}  # 99 KB of shared memory
 _CONFIG |= {(arch, 256): (16, 4, 3) for arch in ("sm89", "sm120")}
-_CONFIG |= {("gfx942", 128): (32, 4, 2), ("gfx942", 256): (16, 4, 2)}
+_CONFIG |= {("gfx942", d): (16 if d == 256 else 32, 4, 2) for d in _HEAD_DIMS}  # 64 KB of LDS
 _CONFIG |= {("fp32", d): (32 if d <= 64 else 16, 4, 2) for d in _HEAD_DIMS}
 
 
