@@ -9,13 +9,13 @@ over the query rows i of a sequence (all, or the last `rows`), per query head; t
 KV head are reduced. Given the lse, no max and no rescale are needed: one pass over QK^T.
 
 One program owns BLOCK_N keys of one KV head, holds them, and streams the query rows of the G heads
-that see them, in three zones: the diagonal (masked), rows that see every key (no mask), the ragged
-end of a window and the last rows (masked). Every column is stored once: no atomics, no T x T.
+that see them, in three zones: the first rows and the diagonal (masked), rows that see every key (no
+mask), the ragged end of a window (masked). Every column is stored once: no atomics, no T x T.
 """
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import triton
@@ -28,6 +28,7 @@ from ._common import (
     AotRow,
     aot_row,
     base2_logits,
+    check_dtype,
     check_shape,
     launch_options,
     lookup,
@@ -56,7 +57,7 @@ _CONFIG: dict[tuple[str, int], _Tiles] = {
     **{(a, 256): _Tiles(64, 32, 4, 3) for a in ("sm90", "sm100")},
     **{("gfx942", d): _Tiles(128, 64, 4, 1) for d in _UP_TO_128},
     ("gfx942", 256): _Tiles(64, 32, 4, 1),
-    **{("fp32", d): _Tiles(32, 32, 4, 1) for d in (*_UP_TO_128, 256)},
+    **{("fp32", d): _Tiles(16, 16, 4, 1) for d in (*_UP_TO_128, 256)},
     **{("cpu", d): _Tiles(16, 32, 4, 1) for d in (*_UP_TO_128, 256)},
 }
 _L2_BYTES = 32 << 20  # queries of a sequence that stay in an L2 of 40-60 MB
@@ -65,7 +66,7 @@ _NO_LIMIT = 1 << 30  # larger windows and row counts are clipped: sums stay in i
 
 @triton.jit
 def _accumulate(
-    column, kt, q, lse, row_values, positions_q, pos_k, stride_qt, lo, hi, shift,
+    column, kt, q, lse, row_values, positions_q, pos_k, stride_qt, lo, hi, first, nq, shift,
     softmax_scale, softcap, window, MASK: tl.constexpr, CAUSAL: tl.constexpr,
     STATISTIC: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -73,7 +74,8 @@ def _accumulate(
     """Fold the query rows lo .. hi of one head into `column` [BN]. kt [BN, BD], pos_k [BN].
 
     q, lse, row_values, positions_q: scalar pointers to row 0; the last two may be None (row i is
-    at position i + shift). Without MASK every row is in range and sees every key.
+    at position i + shift). Rows outside first .. nq count for nothing.
+    Without MASK every row of the tiles is inside and sees every key.
     """
     offs_d = tl.arange(0, BLOCK_D)
     if softcap is None:
@@ -82,7 +84,7 @@ def _accumulate(
         log2_scale = 1.0
     for start in tl.range(lo, hi, BLOCK_M):
         offs_m = start + tl.arange(0, BLOCK_M)
-        in_range = offs_m < hi
+        in_range = (offs_m >= first) & (offs_m < nq)
         q_ptrs = q + tl.cast(start, tl.int64) * stride_qt
         q_ptrs += tl.arange(0, BLOCK_M)[None, :] * stride_qt + offs_d[:, None]
         if MASK:
@@ -130,18 +132,18 @@ def _zones(
     n0, n_last, first, nq, shift, window, CAUSAL: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr
 ):
     """(lo, full_lo, full_hi, hi): rows lo .. hi see some key of n0 .. n_last, full_lo .. full_hi
-    see all of n0 .. n0 + BN. Bounds lie whole tiles of BM apart, except hi.
+    see all of n0 .. n0 + BN. Zones before full_hi are whole tiles (lo may lie before `first`).
     """
-    lo, hi, full_lo, full_hi = first, nq, first, nq
+    lo, full_lo, full_hi, hi = first, first, nq, nq
     if CAUSAL:
         lo = tl.maximum(first, n0 - shift)
-        full_lo = lo + tl.cdiv(tl.maximum(0, n0 + BN - 1 - shift - lo), BM) * BM
+        full_lo = tl.maximum(first, n0 + BN - 1 - shift)
     if window is not None:
         hi = tl.minimum(nq, n_last + window - shift)
         full_hi = tl.minimum(nq, n0 + window - shift)
-    full_lo = tl.minimum(full_lo, hi)
-    full_hi = full_lo + tl.maximum(0, full_hi - full_lo) // BM * BM
-    return lo, full_lo, full_hi, hi
+    full_hi = tl.maximum(full_hi, lo)
+    full_lo = full_hi - tl.maximum(0, full_hi - full_lo) // BM * BM
+    return full_lo - tl.cdiv(full_lo - lo, BM) * BM, full_lo, full_hi, hi
 
 
 @triton.jit(do_not_specialize=["stride_lh", "stride_s", "window", "last_rows"])
@@ -199,23 +201,23 @@ def _column_scores_kernel(
         q_head = q + start_q * stride_qt + (head * G + g) * stride_qh
         lse_head = lse + (head * G + g) * stride_lh + start_q
         column = tl.zeros([BLOCK_N], tl.float32)
-        if CAUSAL and positions_k is None:
-            column = _accumulate(
-                column, kt, q_head, lse_head, row_values, pos_q, pos_k, stride_qt, lo, full_lo,
-                shift, softmax_scale, softcap, window, True, CAUSAL, STATISTIC,
-                HEAD_DIM, BLOCK_D, BLOCK_M,
-            )  # fmt: skip
         if positions_k is None:
             column = _accumulate(
-                column, kt, q_head, lse_head, row_values, pos_q, pos_k, stride_qt, full_lo, full_hi,
-                shift, softmax_scale, softcap, window, False, CAUSAL, STATISTIC,
+                column, kt, q_head, lse_head, row_values, pos_q, pos_k, stride_qt, lo, full_lo,
+                first, nq, shift, softmax_scale, softcap, window, True, CAUSAL, STATISTIC,
                 HEAD_DIM, BLOCK_D, BLOCK_M,
             )  # fmt: skip
-        column = _accumulate(
-            column, kt, q_head, lse_head, row_values, pos_q, pos_k, stride_qt, full_hi, hi,
-            shift, softmax_scale, softcap, window, True, CAUSAL, STATISTIC,
-            HEAD_DIM, BLOCK_D, BLOCK_M,
-        )  # fmt: skip
+            column = _accumulate(
+                column, kt, q_head, lse_head, row_values, pos_q, pos_k, stride_qt, full_lo, full_hi,
+                first, nq, shift, softmax_scale, softcap, window, False, CAUSAL, STATISTIC,
+                HEAD_DIM, BLOCK_D, BLOCK_M,
+            )  # fmt: skip
+        if positions_k is not None or window is not None:
+            column = _accumulate(
+                column, kt, q_head, lse_head, row_values, pos_q, pos_k, stride_qt, full_hi, hi,
+                first, nq, shift, softmax_scale, softcap, window, True, CAUSAL, STATISTIC,
+                HEAD_DIM, BLOCK_D, BLOCK_M,
+            )  # fmt: skip
         total = tl.maximum(total, column) if GROUP == "max" else total + column
     if GROUP == "mean":
         total = total / G
@@ -237,7 +239,9 @@ def column_scores_triton(
     (_, heads, head_dim), kv_heads, sequences = q.shape, k.shape[1], len(cu_seqlens_q) - 1
     scores = torch.empty((sequences, kv_heads, max_seqlen_k), dtype=torch.float32, device=q.device)
     tiles = lookup(_CONFIG, q)
-    block_m = min(tiles.block_m, 32) if rows is not None and rows <= 32 else tiles.block_m
+    # Fewer rows a tile where there are few, and where options would spill registers.
+    plain = statistic == "sum" and window is None and softcap is None
+    block_m = tiles.block_m if plain and (rows is None or rows > 32) else min(tiles.block_m, 32)
     blocks = triton.cdiv(max_seqlen_k, tiles.block_n)
     # While all queries stay in L2, run the longest blocks of all heads first; else head by head.
     heads_first = max_seqlen_q * heads * head_dim * q.element_size() <= _L2_BYTES
@@ -282,26 +286,18 @@ def column_scores_reference(
         for sq, sk, logits in logit_chunks(
             q, k, span_q, span_k, mask, softmax_scale=softmax_scale, softcap=softcap, rows=rows
         ):
-            hidden = logits == -torch.inf if statistic == "count" else None
-            log_p = logits.sub_(lse[:, :, sq, None])  # [HK, G, r, s]
-            keys = slice(sk.start - span_k[0], sk.stop - span_k[0])
-            column = scores[n, :, :, keys]
-            if statistic == "sum":
-                p = log_p.exp_()
-                column += p.sum(2) if row_weights is None else _weighted(p, row_weights[sq])
-            elif statistic == "max":
+            log_p = logits.sub_(lse[:, :, sq, None])  # [HK, G, r, s]; -inf: not seen
+            column = scores[n, :, :, sk.start - span_k[0] : sk.stop - span_k[0]]
+            if statistic == "max":
                 torch.maximum(column, log_p.exp_().amax(2), out=column)
-            elif hidden is not None and log_threshold is not None:
-                low = (
-                    (log_p < log_threshold[sq, None]) & ~hidden & (lse[:, :, sq, None] < torch.inf)
-                )
-                column += low.sum(2)
+            elif log_threshold is not None:
+                column += ((log_p < log_threshold[sq, None]) & (log_p > -torch.inf)).sum(2)
+            elif row_weights is not None:
+                weights = row_weights[sq].to(wide)
+                column += torch.einsum("hgrs,r->hgs", log_p.exp_(), weights)
+            else:
+                column += log_p.exp_().sum(2)
     return _reduce_group(scores, group)
-
-
-def _weighted(p: Tensor, weights: Tensor) -> Tensor:
-    """sum_r w_r p[.., r, s]."""
-    return torch.einsum("hgrs,r->hgs", p, weights.to(p.dtype))
 
 
 def _reduce_group(scores: Tensor, group: Group) -> Tensor:
@@ -352,31 +348,22 @@ def column_scores(
     )  # fmt: skip
 
 
-def _check_statistic(
-    num_q: int,
-    rows: int | None,
-    statistic: str,
-    group: str,
-    row_weights: Tensor | None,
-    log_threshold: Tensor | None,
-) -> None:
+def _check_statistic(num_q, rows, statistic, group, row_weights, log_threshold) -> None:
     """Raise ValueError unless the options name a statistic that is fully specified."""
     if rows is not None and rows < 1:
         raise ValueError(f"expected rows >= 1 or None, got {rows}")
-    if statistic not in ("sum", "max", "count"):
-        raise ValueError(f"expected statistic 'sum', 'max' or 'count', got {statistic!r}")
-    if group not in ("mean", "max", "sum", "layer_mean"):
-        raise ValueError(f"expected group 'mean', 'max', 'sum' or 'layer_mean', got {group!r}")
-    for name, value, used_by in (
-        ("row_weights", row_weights, "sum"),
-        ("log_threshold", log_threshold, "count"),
-    ):
-        if value is not None and statistic != used_by:
-            raise ValueError(f"expected {name} only with {used_by!r}, got statistic {statistic!r}")
+    if statistic not in get_args(Statistic):
+        raise ValueError(f"expected statistic in {get_args(Statistic)}, got {statistic!r}")
+    if group not in get_args(Group):
+        raise ValueError(f"expected group in {get_args(Group)}, got {group!r}")
+    if (log_threshold is None) == (statistic == "count"):
+        raise ValueError(f"expected log_threshold with 'count' and only then, got {statistic!r}")
+    if row_weights is not None and statistic != "sum":
+        raise ValueError(f"expected row_weights only with 'sum', got {statistic!r}")
+    for name, value in (("row_weights", row_weights), ("log_threshold", log_threshold)):
         if value is not None:
             check_shape(name, value, [num_q])
-    if statistic == "count" and log_threshold is None:
-        raise ValueError("expected log_threshold with statistic 'count', got None")
+            check_dtype(name, value, torch.float32, torch.float64)
 
 
 def aot_signatures() -> list[AotRow]:
@@ -387,7 +374,8 @@ def aot_signatures() -> list[AotRow]:
             continue
         rows.append(_aot_row(arch, d, tiles, "*bf16", "sum", options=False))
         if d == 128:
-            rows += [_aot_row(arch, d, tiles, "*bf16", s, options=True) for s in ("max", "count")]
+            small = tiles._replace(block_m=32)
+            rows += [_aot_row(arch, d, small, "*bf16", s, options=True) for s in ("max", "count")]
         rows.append(_aot_row(arch, d, _CONFIG["fp32", d], "*fp32", "sum", options=False))
     return rows
 

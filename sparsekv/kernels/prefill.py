@@ -48,19 +48,26 @@ class _Tiles(NamedTuple):
 # (arch, padded head_dim) -> rows (from this max_seqlen_q on, tiles), ascending. Small tiles win
 # while several of them share a multiprocessor and overlap softmax with matrix work; at long
 # sequences the larger tile re-reads K and V less often (measured on an H200).
-_SMALL = ((0, _Tiles(64, 64, 4, 2)),)
+_UP_TO_128 = (16, 32, 64, 128)
 _CONFIG: dict[tuple[str, int], tuple[tuple[int, _Tiles], ...]] = {
-    **{(arch, d): _SMALL for arch in ("sm80", "sm89", "sm120") for d in (16, 32, 64, 128)},
-    **{(arch, 256): ((0, _Tiles(64, 32, 4, 2)),) for arch in ("sm80", "sm89", "sm120")},
+    **{
+        (a, d): ((0, _Tiles(64, 64, 4, 2)),)
+        for a in ("sm80", "sm89", "sm120")
+        for d in (16, 32, 64)
+    },
+    **{(a, 128): ((0, _Tiles(64, 32, 4, 2)),) for a in ("sm80", "sm89", "sm120")},
+    **{(a, 256): ((0, _Tiles(64, 32, 8, 2)),) for a in ("sm80", "sm89", "sm120")},
     **{("sm90", d): ((0, _Tiles(64, 64, 4, 3)),) for d in (16, 32)},
     ("sm90", 64): ((0, _Tiles(64, 64, 4, 3)), (16384, _Tiles(128, 128, 8, 2))),
     ("sm90", 128): ((0, _Tiles(64, 64, 4, 3)), (16384, _Tiles(128, 128, 8, 3))),
     ("sm90", 256): ((0, _Tiles(128, 32, 8, 3)),),
-    **{("sm100", d): ((0, _Tiles(128, 64, 8, 2)),) for d in (16, 32, 64, 128, 256)},
-    **{("gfx942", d): ((0, _Tiles(128, 64, 4, 1)),) for d in (16, 32, 64, 128)},
+    **{("sm100", d): ((0, _Tiles(128, 64, 8, 2)),) for d in _UP_TO_128},
+    ("sm100", 256): ((0, _Tiles(128, 32, 8, 2)),),
+    **{("gfx942", d): ((0, _Tiles(128, 64, 4, 1)),) for d in _UP_TO_128},
     ("gfx942", 256): ((0, _Tiles(64, 32, 4, 1)),),
-    **{("fp32", d): ((0, _Tiles(32, 32, 4, 1)),) for d in (16, 32, 64, 128, 256)},
-    **{("cpu", d): ((0, _Tiles(32, 16, 4, 1)),) for d in (16, 32, 64, 128, 256)},
+    **{("fp32", d): ((0, _Tiles(16, 32, 4, 1)),) for d in _UP_TO_128},
+    ("fp32", 256): ((0, _Tiles(16, 16, 4, 1)),),
+    **{("cpu", d): ((0, _Tiles(32, 16, 4, 1)),) for d in (*_UP_TO_128, 256)},
 }
 _L2_BYTES = 32 << 20  # K and V of a sequence that stay in an L2 of 40-60 MB beside Q and out
 _NO_LIMIT = 1 << 30  # larger windows are clipped: position arithmetic stays in int32
@@ -305,7 +312,6 @@ def prefill_attention(
     positions_q: Tensor | None = None, positions_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of packed sequences -> (out [Tq, HQ, D] in q.dtype, lse fp32 [HQ, Tq]).
-
     q [Tq, HQ, D], k and v [Tk, HK, D]: any strides with stride(-1) == 1.
     cu_seqlens_q, cu_seqlens_k: int32 [N + 1], where sequence n starts.
     seqused_q, seqused_k: int32 [N], tokens in use there; None: cu[n + 1] - cu[n]. A left-padded
@@ -333,8 +339,8 @@ def prefill_attention(
     run = prefill_triton if q.is_cuda else prefill_reference
     return run(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-        softmax_scale=softmax_scale, seqused_q=seqused_q, seqused_k=seqused_k,
-        causal=causal, align=align, window=window, softcap=softcap, sinks=sinks,
+        softmax_scale=softmax_scale, seqused_q=seqused_q, seqused_k=seqused_k, causal=causal,
+        align=align, window=window, softcap=softcap, sinks=sinks,
         positions_q=positions_q, positions_k=positions_k,
     )  # fmt: skip
 
