@@ -54,6 +54,7 @@ class Mask:
             ):
                 check_shape(name, value, [size])
                 check_dtype(name, value, torch.int32)
+                check_last_contiguous(name, value)
 
 
 def check_packed(
@@ -85,6 +86,7 @@ def check_packed(
         if x is not None:
             check_shape(name, x, [size])
             check_dtype(name, x, torch.int32)
+            check_last_contiguous(name, x)  # an expanded view would be read beyond its end
     if softmax_scale <= 0:
         raise ValueError(f"expected softmax_scale > 0, got {softmax_scale}")
     if softcap is not None and softcap <= 0:
