@@ -102,13 +102,12 @@ def _prefill(
             rows=need.rows, statistic=need.statistic, group=need.group, **geometry,
         ).expand(-1, heads, -1)  # fmt: skip
 
-    rank = torch.arange(part.tokens, dtype=torch.int32, device=k.device)
-    positions = (rank + (rows.pad + part.start)[:, None])[:, None].expand(batch, heads, -1)
+    positions = torch.arange(part.tokens, dtype=torch.int32, device=k.device)
     held = rows.used[:, None].expand(batch, heads)
     host = np.repeat(part.lengths[:, None], heads, axis=1)
-    candidates = Candidates(positions, held, host, None, rows.first)
+    candidates = Candidates(positions.expand(batch, heads, -1), held, host, None)
     _write_kept(state, layer, part, k, v, choose(state, layer, candidates, columns_of))
-    _remember_queries(state, layer, Queries(q, positions[:, 0], rows.used), rows.pad)
+    _remember_queries(state, layer, _queries(q, part))
     return out.unflatten(0, (batch, part.tokens))
 
 
@@ -120,12 +119,13 @@ def _write_kept(
     store.ensure(np.array([local]), kept.host[None], np.array([True]))
     index = kept.selection.index
     valid = index >= 0
-    source = torch.where(valid, index + part.on(k.device).pad[:, None, None], 0)
+    positions = index.clamp_min(0)
+    source = positions + part.on(k.device).pad[:, None, None]
     slots = torch.where(valid, torch.arange(index.shape[-1], device=k.device), -1).int()
     slot_scores = kept.slot_scores
     if slot_scores is not None:
-        slot_scores = slot_scores.gather(-1, index.clamp_min(0).long())
-    store.append(local, k, v, slots, source + part.start, index=source, token_scores=slot_scores)
+        slot_scores = slot_scores.gather(-1, positions.long())
+    store.append(local, k, v, slots, positions, index=source, token_scores=slot_scores)
     store.set_lens(local, kept.selection.count, kept.host)
 
 
@@ -135,21 +135,20 @@ def _write_kept(
 def _chunk(
     state: SparseState, layer: int, part: Part, q: Tensor, k: Tensor, v: Tensor, scores: Scores
 ) -> Tensor:
-    rows, window = part.on(q.device), state.layers[layer].window
+    window = state.layers[layer].window
     store, local = state.store(layer)
     _append_chunk(store, local, part, k, v)
     _shift_sinks(state, layer, part)
     order, positions = _position_order(store, local)
     keys = Keys(*store.gather(local, order), positions, store.seqlens[local])
-    column = torch.arange(part.start, part.end, dtype=torch.int32, device=q.device)
-    queries = Queries(q, column.expand(len(q), -1), rows.used)
+    queries = _queries(q, part)
     out, lse = headwise_attention(queries, keys, scores, window)
     remembered = state.queries.pop(layer, None)
 
     def columns_of(need: Need) -> Tensor:
         if need.rows is None:
             return headwise_columns(queries, keys, lse, need, scores, window)
-        last = _observation_window(queries, remembered, rows.pad, need.rows)
+        last = _observation_window(queries, remembered, need.rows)
         last_lse = headwise_attention(last, keys, scores, window)[1]
         return headwise_columns(last, keys, last_lse, need, scores, window)
 
@@ -157,24 +156,29 @@ def _chunk(
     if state.policy.stateful and layer in state.ordinal:
         slot_scores = store.view(local, "scores").gather(-1, order)
     host = store.lens[local]
-    candidates = Candidates(positions, keys.held, host, slot_scores, rows.first)
+    candidates = Candidates(positions, keys.held, host, slot_scores)
     _drop(store, local, order, choose(state, layer, candidates, columns_of))
-    _remember_queries(state, layer, queries, rows.pad, remembered)
+    _remember_queries(state, layer, queries, remembered)
     return out
 
 
 def _append_chunk(store: PagedKVCache, local: int, part: Part, k: Tensor, v: Tensor) -> None:
     """Append every real token of a chunk, for a moment over budget."""
-    heads, tokens = k.shape[1:3]
     rows = part.on(k.device)
     host = store.lens[local] + part.lengths[:, None].astype(np.int32)
     store.ensure(np.array([local]), (host - store.lens[local])[None], np.array([True]))
     lens = store.seqlens[local]
-    rank = torch.arange(tokens, dtype=torch.int32, device=k.device) - rows.pad[:, None]  # [B, T]
+    rank = torch.arange(part.tokens, dtype=torch.int32, device=k.device) - rows.pad[:, None]
     slots = torch.where(rank[:, None] >= 0, lens[..., None] + rank[:, None], -1)
-    column = torch.arange(part.start, part.end, dtype=torch.int32, device=k.device)
-    store.append(local, k, v, slots, column.expand(len(k), heads, -1))
+    store.append(local, k, v, slots, (rank + rows.before[:, None])[:, None].expand_as(slots))
     store.set_lens(local, lens + rows.used[:, None], host)
+
+
+def _queries(q: Tensor, part: Part) -> Queries:
+    """All T queries of a part with their positions; padding sits at -1."""
+    rows = part.on(q.device)
+    rank = torch.arange(part.tokens, dtype=torch.int32, device=q.device) - rows.pad[:, None]
+    return Queries(q, torch.where(rank >= 0, rank + rows.before[:, None], -1), rows.used)
 
 
 def _position_order(store: PagedKVCache, local: int) -> tuple[Tensor, Tensor]:
@@ -209,30 +213,27 @@ def _remember_queries(
     state: SparseState,
     layer: int,
     queries: Queries,
-    pad: Tensor,
     remembered: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Keep the last queries of this forward for a chunk that may follow."""
     ordinal = state.ordinal.get(layer)
     need = None if ordinal is None else state.policy.needs(ordinal, "prefill")
     if state.keep_queries and need is not None and need.rows is not None:
-        last = _observation_window(queries, remembered, pad, need.rows)
+        last = _observation_window(queries, remembered, need.rows)
         state.queries[layer] = (last.q, last.positions)
 
 
 def _observation_window(
-    queries: Queries, remembered: tuple[Tensor, Tensor] | None, pad: Tensor, rows: int
+    queries: Queries, remembered: tuple[Tensor, Tensor] | None, rows: int
 ) -> Queries:
-    """The last `rows` real queries of remembered and new ones; missing ones sit at column -1."""
+    """The last `rows` real queries of remembered and new ones; missing ones sit at -1."""
     q, positions = queries.q, queries.positions
-    rank = torch.arange(positions.shape[-1], device=q.device)
-    positions = torch.where(rank >= pad[:, None], positions, -1)
     if remembered is not None:
         q = torch.cat([remembered[0], q], dim=2)
         positions = torch.cat([remembered[1], positions], dim=1)
     positions, order = positions.sort(dim=-1, stable=True)
     order = order[:, None, -rows:, None].expand(-1, q.shape[1], -1, q.shape[-1])
-    positions = positions[:, -rows:].int()
+    positions = positions[:, -rows:]
     return Queries(q.gather(2, order), positions, (positions >= 0).sum(-1, dtype=torch.int32))
 
 
@@ -254,12 +255,11 @@ def _decode(
     ordinal = state.ordinal.get(layer)
     need = None if ordinal is None else state.policy.needs(ordinal, "decode")
     group = None if need is None else ("mean" if need.group == "layer_mean" else need.group)
-    column = torch.full((len(q),), part.start, dtype=torch.int32, device=q.device)
     out, _, probs = paged_decode_attention(
         q[:, :, 0], pool.k_pages, pool.v_pages, store.block_table[local], store.seqlens[local],
         softmax_scale=scores.softmax_scale, softcap=scores.softcap, sinks=scores.sinks,
         window=spec.window, positions=pool.positions if spec.window else None,
-        q_positions=column if spec.window else None, probs=group,
+        q_positions=part.on(q.device).before if spec.window else None, probs=group,
     )  # fmt: skip
     if need is not None and ordinal is not None and probs is not None:
         if need.group == "layer_mean":
@@ -283,9 +283,9 @@ def _append_token(state: SparseState, layer: int, part: Part, k: Tensor, v: Tens
         if (host == store.lens[local]).any():
             budget = state.limits.on(k.device, layer)[0][:, None]
             slots = torch.where(lens >= budget, _victim(state, layer, part).int(), lens)
-    column = slots.new_full((*slots.shape, 1), part.start)
-    store.append(local, k, v, slots[..., None], column)
-    store.set_lens(local, torch.maximum(lens, slots + 1), host)
+    slots = slots[..., None]
+    store.append(local, k, v, slots, part.on(k.device).before[:, None, None].expand_as(slots))
+    store.set_lens(local, torch.maximum(lens, slots[..., 0] + 1), host)
 
 
 def _evict_token(state: SparseState, layer: int, part: Part) -> None:
@@ -312,8 +312,8 @@ def _victim(state: SparseState, layer: int, part: Part) -> Tensor:
         score = state.policy.evict_score(ordinal, store.view(local, "scores"), positions)
     _, sinks, recent = state.limits.on(positions.device, layer)
     return victim_slot(
-        score, positions, store.seqlens[local], column=part.start,
-        first=part.on(positions.device).first, sinks=sinks, recent=recent,
+        score, positions, store.seqlens[local],
+        current=part.on(positions.device).before, sinks=sinks, recent=recent,
     )  # fmt: skip
 
 

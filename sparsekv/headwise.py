@@ -27,7 +27,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Queries:
-    """q [B, HQ, T, D] at columns positions int32 [B, T]; the real ones are the last lengths [B]."""
+    """q [B, HQ, T, D] at positions int32 [B, T]; the real ones are the last lengths [B]."""
 
     q: Tensor
     positions: Tensor
@@ -36,7 +36,7 @@ class Queries:
 
 @dataclass(frozen=True)
 class Keys:
-    """k, v [B, HK, S, D] at columns positions int32 [B, HK, S]; the first held [B, HK] are real."""
+    """k, v [B, HK, S, D] at positions int32 [B, HK, S]; the first held [B, HK] are real."""
 
     k: Tensor
     v: Tensor
@@ -92,7 +92,7 @@ def _sequences(queries: Queries, keys: Keys, scores: Scores, window: int | None)
         .transpose(2, 3)
         .reshape(-1, queries.q.shape[1] // heads, dim)
     )
-    used = queries.lengths[:, None].expand(batch, heads).flatten()
+    used = queries.lengths.int().repeat_interleave(heads)
     sequence = torch.arange(batch * heads + 1, dtype=torch.int32, device=flat.device)
     start = sequence * tokens
     start[:-1] += tokens - used
@@ -101,7 +101,7 @@ def _sequences(queries: Queries, keys: Keys, scores: Scores, window: int | None)
         "softmax_scale": scores.softmax_scale,
         "softcap": scores.softcap,
         "window": window,
-        "seqused_q": used.int(),
+        "seqused_q": used,
         "seqused_k": keys.held.flatten().int(),
         "positions_q": queries.positions[:, None].expand(-1, heads, -1).flatten().int(),
         "positions_k": keys.positions.flatten().int(),

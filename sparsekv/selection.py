@@ -21,14 +21,13 @@ class Candidates:
     """Keys of one layer in ascending position order.
 
     positions int32 [B, HK, S]; held int32 [B, HK] how many are real, host the same on the host;
-    slot_scores fp32 [B, HK, S] of stateful policies; first int32 [B] first real column of a row.
+    slot_scores fp32 [B, HK, S] of stateful policies.
     """
 
     positions: Tensor
     held: Tensor
     host: np.ndarray
     slot_scores: Tensor | None
-    first: Tensor
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ def _newest(keys: Candidates, keep: Tensor) -> Selection:
 def _protected(keys: Candidates, sinks: Tensor, recent: Tensor) -> Tensor:
     rank = torch.arange(keys.positions.shape[-1], device=keys.held.device)
     newest = rank >= (keys.held - recent[:, None])[..., None]
-    return newest | (keys.positions < (keys.first + sinks)[:, None, None])
+    return newest | (keys.positions < sinks[:, None, None])
 
 
 def _per_head_topk(held: Tensor, width: int | None) -> TopK:
@@ -104,20 +103,19 @@ def victim_slot(
     positions: Tensor,
     seqlens: Tensor,
     *,
-    column: int,
-    first: Tensor,
+    current: Tensor,
     sinks: Tensor,
     recent: Tensor,
 ) -> Tensor:
     """The slot a decode step gives up: lowest score, then lowest position. int64 [B, HK].
 
-    scores fp32, positions int32 [B, HK, S]; seqlens int32 [B, HK] slots in use; column: the current
-    token's. Tokens at columns below first + sinks or above column - recent are not considered.
+    scores fp32, positions int32 [B, HK, S]; seqlens int32 [B, HK] slots in use; current, sinks,
+    recent int32 [B]: tokens before `sinks` or after position current - recent are not considered.
     """
     slot = torch.arange(scores.shape[-1], device=scores.device)
     candidate = slot < seqlens[..., None]
-    candidate &= positions >= (first + sinks)[:, None, None]
-    candidate &= positions <= (column - recent)[:, None, None]
+    candidate &= positions >= sinks[:, None, None]
+    candidate &= positions <= (current - recent)[:, None, None]
     scores = torch.where(candidate, scores.nan_to_num(nan=-torch.inf), torch.inf)
     lowest = candidate & (scores == scores.amin(-1, keepdim=True))
     return torch.where(lowest, positions, _LAST).argmin(-1)

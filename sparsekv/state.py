@@ -1,7 +1,8 @@
 """Everything one sparse cache knows: page stores, limits, rows seen, and what rollback needs.
 
 Policy-aware but framework-free: a Hugging Face cache, an engine or a test drives it through
-`begin` and `sparsekv.attention.attend`. Columns count padding; `tokens` counts real tokens only.
+`begin` and `sparsekv.attention.attend`. Columns count padding. Positions do not: a token's position
+is its index among the real tokens of its row, so that padding, wherever it stands, changes nothing.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ class SparseState:
         sink_shift: how to rotate keys, for policies that re-index positions.
 
     Attributes:
+        tokens: int [B] real tokens of each row so far.
+        gaps: (before, pads) of each forward with padding: row b had pads[b] columns of padding
+            before its token at position before[b].
         draft_start: column from which tokens of a recorded forward are drafts, or None: those fed
             into an empty cache are the prompt, later ones drafts.
         keep_queries: keep the last queries of a prefill until the first decode step, so that a
@@ -60,7 +64,7 @@ class SparseState:
         """Forget every token and give all memory back."""
         self.seen = [0] * len(self.layers)
         self.tokens = np.zeros(0, dtype=np.int64)
-        self.first = np.zeros(0, dtype=np.int64)
+        self.gaps: list[tuple[np.ndarray, np.ndarray]] = []
         self.limits: Limits | None = None
         self.queries: dict[int, tuple[Tensor, Tensor]] = {}
         self.true_sinks: dict[int, Tensor] = {}
@@ -107,7 +111,6 @@ class SparseState:
         batch, _, tokens, _ = k.shape
         if not self.tokens.size:
             self.tokens = np.zeros(batch, dtype=np.int64)
-            self.first = np.zeros(batch, dtype=np.int64)
         if batch != len(self.tokens):
             raise ValueError(f"expected a batch of {len(self.tokens)} rows, got {batch}")
         if self.seen[layer] != self._start:
@@ -127,15 +130,15 @@ class SparseState:
         return self._parts
 
     def _plan_forward(self, layer: int, q: Tensor, k: Tensor, mask: Tensor | None) -> None:
-        batch, _, tokens, head_dim = k.shape
+        _, _, tokens, head_dim = k.shape
         start = self.seen[layer]
         if len(set(self.seen)) != 1:
             raise ValueError(
                 "expected a whole cache, got one that a failed forward left half-written"
             )
-        lengths = real_lengths(mask, start, batch, tokens)
-        new_rows = (self.tokens == 0) & (lengths > 0)
-        self.first = np.where(new_rows, start + tokens - lengths, self.first)
+        lengths = real_lengths(mask, start, self.tokens, tokens)
+        if (lengths < tokens).any():
+            self.gaps.append((self.tokens, tokens - lengths))
         parts = self._split(start, tokens, lengths)
         if parts[0].kind != "decode":
             shape = ModelShape(len(self.ordinal), q.shape[1], k.shape[1], head_dim)
@@ -157,11 +160,11 @@ class SparseState:
         if prompt:
             kind = "chunk" if self.tokens.any() else "prefill"
             real = lengths - drafts
-            parts.append(Part(kind, start, prompt, real, self.tokens + real, self.first))
+            parts.append(Part(kind, start, prompt, real, self.tokens + real))
         ones = np.ones(len(lengths), dtype=np.int64)
         for i in range(drafts):
             seen = self.tokens + lengths - drafts + i + 1
-            parts.append(Part("decode", start + prompt + i, 1, ones, seen, self.first))
+            parts.append(Part("decode", start + prompt + i, 1, ones, seen))
         return parts
 
     def _prompt_columns(self, start: int, tokens: int) -> int:
@@ -171,6 +174,11 @@ class SparseState:
         if self.draft_start is not None:
             return min(max(self.draft_start - start, 0), tokens)
         return 0 if start else tokens
+
+    def columns(self, row: int, positions: np.ndarray) -> np.ndarray:
+        """The columns of tokens of a row, given their positions."""
+        gaps = (np.where(positions >= before[row], pads[row], 0) for before, pads in self.gaps)
+        return positions + sum(gaps)
 
     def _prepare(self, layer: int) -> None:
         """Find pages for the forward, for all layers of a store at once."""
@@ -213,7 +221,8 @@ class SparseState:
             return
         for store in self.stores:
             store.select_rows(rows)
-        self.tokens, self.first = self.tokens[rows], self.first[rows]
+        self.tokens = self.tokens[rows]
+        self.gaps = [(before[rows], pads[rows]) for before, pads in self.gaps]
         self.limits = self.limits.select_rows(rows) if self.limits else None
 
         def pick(x: Tensor) -> Tensor:

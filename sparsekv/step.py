@@ -11,12 +11,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RowTensors:
-    """A `Part` on one device, all int32. cu [B+1], the others [B]."""
+    """A `Part` on one device, all int32. cu [B+1], the others [B]; before = seen - used."""
 
     cu: Tensor
     used: Tensor
     pad: Tensor
-    first: Tensor
+    before: Tensor
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Part:
     kind: "prefill" (nothing cached yet), "chunk" (several tokens onto a cache) or "decode" (one).
     start: column of the first token, padding counted. Real tokens are a suffix of the T columns.
     lengths: int [B] real tokens among the T. seen: int [B] real tokens of the row so far, these
-    included. first: int [B] first real column ever of each row.
+    included; so theirs are the positions seen - lengths .. seen - 1.
     """
 
     kind: str
@@ -34,13 +34,7 @@ class Part:
     tokens: int
     lengths: np.ndarray
     seen: np.ndarray
-    first: np.ndarray
     _device: dict[torch.device, RowTensors] = field(default_factory=dict)
-
-    @property
-    def end(self) -> int:
-        """Column after the last token."""
-        return self.start + self.tokens
 
     def on(self, device: torch.device) -> RowTensors:
         """The rows as sequences of a flat [B * T] token axis, on `device`."""
@@ -48,20 +42,23 @@ class Part:
             batch = len(self.lengths)
             pad = self.tokens - self.lengths
             cu = np.append(np.arange(batch) * self.tokens + pad, batch * self.tokens)
-            flat = np.concatenate([cu, self.lengths, pad, self.first]).astype(np.int32)
-            tensor = torch.from_numpy(flat).to(device)
+            flat = np.concatenate([cu, self.lengths, pad, self.seen - self.lengths])
+            tensor = torch.from_numpy(flat.astype(np.int32)).to(device)
             self._device[device] = RowTensors(*tensor.split([batch + 1, batch, batch, batch]))
         return self._device[device]
 
 
-def real_lengths(mask: Tensor | None, start: int, batch: int, tokens: int) -> np.ndarray:
+def real_lengths(mask: Tensor | None, start: int, known: np.ndarray, tokens: int) -> np.ndarray:
     """Real tokens per row among columns start .. start+tokens-1 of a padding mask.
 
-    mask: bool or 0/1 [B, >= start + tokens], or None (all real). Waits for the device.
+    mask: bool or 0/1 [B, >= start + tokens], or None (all real); known: int [B] real tokens among
+    the columns before. Waits for the device.
 
     Raises:
-        ValueError: another shape, or real tokens that padding follows.
+        ValueError: another shape, real tokens that padding follows, or a mask that hides cached
+            tokens (or shows padding that is not cached).
     """
+    batch = len(known)
     if mask is None:
         return np.full(batch, tokens)
     if mask.ndim != 2 or mask.shape[0] != batch or mask.shape[1] < start + tokens:
@@ -69,7 +66,14 @@ def real_lengths(mask: Tensor | None, start: int, batch: int, tokens: int) -> np
             f"expected attention_mask to be a 2-D padding mask [{batch}, {start + tokens}], "
             f"got shape {tuple(mask.shape)}"
         )
-    valid = mask[:, start : start + tokens].bool().cpu().numpy()
+    valid = mask[:, : start + tokens].bool().cpu().numpy()
+    valid, old = valid[:, start:], valid[:, :start].sum(1)
+    if (old != known).any():
+        raise ValueError(
+            f"expected attention_mask to show the {known.tolist()} tokens of each row that are "
+            f"cached, got {old.tolist()}: a cached token cannot be hidden later (did a row finish "
+            f"early and get padding?)"
+        )
     lengths = valid.sum(1)
     if (valid != (np.arange(tokens) >= (tokens - lengths)[:, None])).any():
         raise ValueError(

@@ -1,7 +1,7 @@
 """The page pool: K/V pages of one head dim on one device, with a free list and refcounts.
 
 A page holds `page_size` slots of ONE KV head of ONE layer of ONE row, so any per-layer, per-head
-budget frees real memory. Beside K and V every slot carries the column of its token and a score.
+budget frees real memory. Beside K and V every slot carries the position of its token and a score.
 Page 0 is the null page: unused block-table entries point at it, and nobody ever owns it.
 Ownership is kept on the host; nothing here waits for the device.
 """

@@ -115,7 +115,8 @@ class SparseCache(Cache):
             return []
         store, local = self.state.store(layer)
         count = int(store.lens[local, row, head])
-        return sorted(store.view(local, "positions")[row, head, :count].tolist())
+        positions = store.view(local, "positions")[row, head, :count]
+        return sorted(self.state.columns(row, positions.cpu().numpy()).tolist())
 
     def reset(self) -> None:
         """Forget everything and give the memory back."""

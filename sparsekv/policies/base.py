@@ -73,7 +73,7 @@ class Stats:
 
     columns: the statistic that `needs` asked for, fp32 [B, HK, S], or None.
     state: the per-slot scores that `observe` accumulated, fp32 [B, HK, S], or None.
-    positions: original token column of each key, int32 [B, HK, S].
+    positions: index of each key's token among the real tokens of its row, int32 [B, HK, S].
     lengths: number of valid keys, int32 [B, HK]; keys beyond it are padding.
     recent: per row, the number of newest keys protected by the plan, int32 [B].
     """
