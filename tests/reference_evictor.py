@@ -171,6 +171,8 @@ class Reference:
     def observe(self, layer: int, phase: str, votes: Tensor | None) -> None:
         """Fold votes [HK, N] into the scores of the layer."""
         name = self.policy.name
+        if self.plans[layer].budget is None:
+            return
         for h, head in enumerate(self.heads[layer]):
             for j in head:
                 if name == "h2o":
@@ -180,7 +182,7 @@ class Reference:
                 elif name == "layersplit" and phase == "decode":
                     decay = 1 - 1 / self.policy.window_rows if self.policy.accum == "ema" else 1
                     head[j] = decay * head[j] + float(votes[h, j])
-                elif name != "full" and phase == "prefill":
+                elif phase == "prefill":
                     head[j] = float(votes[h, j])
 
     def cut(self, head: Head, plan: Plan) -> None:

@@ -128,11 +128,13 @@ def kept(cache: Any, row: int = 0) -> list[list[list[int]]]:
 
 
 def slot_scores(cache: Any, layer: int, row: int, head: int) -> dict[int, float]:
-    """Column -> accumulated score of a stateful policy."""
+    """Position -> accumulated score of a stateful policy."""
     store, local = cache.state.store(layer)
     count = int(store.lens[local, row, head])
-    columns = store.view(local, "positions")[row, head, :count].tolist()
-    return dict(zip(columns, store.view(local, "scores")[row, head, :count].tolist(), strict=True))
+    positions = store.view(local, "positions")[row, head, :count].tolist()
+    return dict(
+        zip(positions, store.view(local, "scores")[row, head, :count].tolist(), strict=True)
+    )
 
 
 def patched(model: Any, policy: str, budget: int | float, **kwargs: Any) -> Any:
