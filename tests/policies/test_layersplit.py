@@ -97,6 +97,13 @@ def test_average_budget_is_never_exceeded(layers, full, tokens, budget):
         assert tokens > budget or plan[-1].budget >= tokens  # within budget, nothing goes
 
 
+def test_average_budget_needs_one_slot_a_window():
+    policy, model = LayerSplit(full_layers=1, budget_is="average"), shape(4)
+    assert policy.plan(model, 5, 2)[3].budget == 1
+    with pytest.raises(ValueError, match=r"1 full layers of 6 tokens .* got 2 x 4 = 8 slots"):
+        policy.plan(model, 6, 2)  # 2 slots are left for 3 windows
+
+
 def test_a_full_cache_when_all_layers_are_full():
     for budget_is in ("window", "average"):
         policy = LayerSplit(full_layers=3, budget_is=budget_is)

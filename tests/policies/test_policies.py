@@ -87,7 +87,7 @@ def test_decoding_never_holds_more_than_planned_and_keeps_the_newest(policy, tok
         policy, random_probabilities(tokens, seed), budget, num_kv_heads=2, num_layers=5, layer=4
     )
     attend, start = attend_at_random(seed), row.positions.shape[-1]
-    for step, token in enumerate(range(tokens, tokens + 24), start=1):
+    for step, token in enumerate(range(tokens, tokens + 12), start=1):
         row.decode(token, attend)
         grown = start + step
         limit = grown if row.plan.decode == "grow" else min(grown, row.plan.budget)

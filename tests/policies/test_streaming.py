@@ -8,7 +8,7 @@ from harness import golden_decode, golden_prefill, prefill, shape
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsekv.policies import Streaming
+from sparsekv.policies import LayerPlan, Stats, Streaming
 
 
 def test_golden_prefill_and_decode():
@@ -38,7 +38,16 @@ def test_kept_set_at_every_step(budget, sinks, tokens):
         assert row.kept() == [expected]
 
 
-def test_positions_rank_exactly_beyond_bf16_and_fp16():
+def test_plan():
+    assert Streaming().plan(shape(2), 99, 16) == (LayerPlan(16, 4, 12, "replace"),) * 2
+    assert Streaming().plan(shape(1), 99, 4) == (LayerPlan(4, 3, 1, "replace"),)
+
+
+def test_newer_scores_higher_without_help_from_protection():
+    # fp32 tells positions apart where bf16 and fp16 do not.
     positions = torch.tensor([[[2**24 - 2, 2**24 - 1]]], dtype=torch.int32)
+    lengths, recent = torch.tensor([[2]]), torch.tensor([0])
+    older, newer = Streaming().score(0, Stats(None, None, positions, lengths, recent))[0, 0]
+    assert older < newer
     older, newer = Streaming().evict_score(0, positions.float(), positions)[0, 0]
     assert older < newer
