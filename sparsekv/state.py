@@ -37,6 +37,8 @@ class SparseState:
             before its token at position before[b].
         draft_start: column from which tokens of a recorded forward are drafts, or None: those fed
             into an empty cache are the prompt, later ones drafts.
+        chunked_until: column up to which a prompt comes in several forwards; one of a single token
+            is then still prompt. Otherwise a single token onto a cache is a decode step.
         keep_queries: keep the last queries of a prefill until the first decode step, so that a
             further chunk can be scored by a full observation window.
     """
@@ -56,6 +58,7 @@ class SparseState:
         self.ordinal = {layer: i for i, layer in enumerate(full)}
         self.sink_shift = sink_shift
         self.draft_start: int | None = None
+        self.chunked_until = 0
         self.keep_queries = True
         self.recording = False
         self.reset()
@@ -151,11 +154,13 @@ class SparseState:
     def _split(self, start: int, tokens: int, lengths: np.ndarray) -> list[Part]:
         """A forward as its prompt part, if any, and one decode part per draft or decoded token."""
         prompt = self._prompt_columns(start, tokens)
-        if tokens == 1 and self.tokens.any():
+        if prompt == 1 and self.tokens.any() and start >= self.chunked_until:
             prompt = 0
         drafts = tokens - prompt
         if drafts and (lengths < drafts).any():
             raise ValueError("expected a real token in every row of a decode step, got padding")
+        if drafts and (self.tokens + lengths == drafts).any():
+            raise ValueError("expected a prompt of at least 1 token in every row, got an empty one")
         parts = []
         if prompt:
             kind = "chunk" if self.tokens.any() else "prefill"

@@ -164,11 +164,14 @@ def _set_mode(cache: SparseCache, generation_config: Any, model_kwargs: dict, mo
     state = cache.state
     state.keep_queries = generation_config.prefill_chunk_size is not None
     state.draft_start = None
+    # Newer versions drop an all-ones mask and note its length.
+    mask = model_kwargs.get("attention_mask")
+    length = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
+    if length == 0:
+        raise ValueError("expected a prompt of at least 1 token, got an empty one")
+    state.chunked_until = (length or 0) if state.keep_queries else 0
     if mode == GenerationMode.ASSISTED_GENERATION:
-        # Prompt and first drafts come in one forward; newer versions drop an all-ones mask.
-        mask = model_kwargs.get("attention_mask")
-        length = getattr(generation_config, "_mask_length", None)
-        state.draft_start = length if mask is None else mask.shape[1]
+        state.draft_start = length  # prompt and first drafts come in one forward
         if state.draft_start is None:
             raise ValueError("expected an attention_mask to tell the prompt from drafts, got none")
     elif not getattr(generation_config, "is_assistant", False):
