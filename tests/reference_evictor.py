@@ -266,14 +266,13 @@ def pyramid(policy: Any, layers: int, slots: int, tokens: int) -> list[int]:
         return [high - l * ((high - low) // (layers - 1)) + window for l in range(layers)]
     if layers == 1 or free < 1 or tokens <= slots:
         return [slots] * layers
-    low, cap = free // policy.beta, tokens - window
-    high = 2 * free - low
-    targets = [high - Fraction((high - low) * l, layers - 1) for l in range(layers)]
-    while max(targets) > cap:  # what a layer cannot use lifts those that still can
-        can = [l for l in range(layers) if targets[l] < cap]
-        targets = [min(target, Fraction(cap)) for target in targets]
-        spare = free * layers - sum(targets)
-        targets = [t + spare / len(can) if l in can else t for l, t in enumerate(targets)]
+    low = free // policy.beta
+    if 2 * free - low > tokens - window:  # the lowest layer keeps all there is
+        low = 2 * free - (tokens - window)
+    targets = [
+        Fraction(2 * free - low) - Fraction((2 * free - 2 * low) * l, layers - 1)
+        for l in range(layers)
+    ]
     counts = [math.floor(target) for target in targets]
     order = sorted(range(layers), key=lambda l: (counts[l] - targets[l], l))
     for l in order[: free * layers - sum(counts)]:

@@ -56,35 +56,20 @@ def largest_remainder(targets: Sequence[Fraction], total: int) -> list[int]:
     return floors
 
 
-def water_fill(targets: Sequence[Fraction], cap: int) -> list[Fraction]:
-    """Cap non-increasing targets; what is cut off lifts all later targets by the same amount.
-
-    The sum and the order are kept. Needs sum(targets) <= cap * len(targets).
-    """
-    excess = Fraction(0)
-    for capped, target in enumerate(targets):
-        lift = excess / (len(targets) - capped)
-        if target + lift <= cap:
-            return [Fraction(cap)] * capped + [later + lift for later in targets[capped:]]
-        excess += target - cap
-    raise ValueError(
-        f"expected targets that fit under {len(targets)} x {cap}, got {float(sum(targets))}"
-    )
-
-
 def pyramid_exact(num_layers: int, tokens: int, budget: int, window: int, beta: int) -> list[int]:
     """The pyramid with sum exactly num_layers * budget, non-increasing, each in [window, tokens].
 
-    A layer that would keep more than all tokens keeps all, and the deeper layers get the excess.
-    Uniform when no pyramid exists: one layer, budget <= window, or tokens <= budget.
+    Where the lowest layer would keep more than all tokens, the ramp is flattened until it keeps
+    just those (the published clamp); it stays linear and keeps its sum. Uniform when no pyramid
+    exists: one layer, budget <= window, or tokens <= budget.
     """
     free = budget - window
     if num_layers == 1 or free < 1 or tokens <= budget:
         return [budget] * num_layers
-    low = free // beta
-    high = 2 * free - low
+    high = min(2 * free - free // beta, tokens - window)
+    low = 2 * free - high
     ramp = [high - Fraction((high - low) * l, num_layers - 1) for l in range(num_layers)]
-    counts = largest_remainder(water_fill(ramp, tokens - window), num_layers * free)
+    counts = largest_remainder(ramp, num_layers * free)
     return [count + window for count in counts]
 
 

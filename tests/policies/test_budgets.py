@@ -14,7 +14,6 @@ from sparsekv.policies.budgets import (
     pyramid_exact,
     pyramid_official,
     resolve_budget,
-    water_fill,
 )
 
 fractions_kept = st.integers(1, 1000).map(lambda n: n / 1000)
@@ -69,30 +68,14 @@ def test_largest_remainder_ties_and_impossible_totals():
         largest_remainder([Fraction(5), Fraction(5)], 13)
 
 
-@given(st.lists(st.fractions(0, 50, max_denominator=9), min_size=1, max_size=12), st.data())
-def test_water_fill_keeps_sum_order_and_cap(targets, data):
-    targets.sort(reverse=True)
-    cap = data.draw(st.integers(math.ceil(sum(targets) / len(targets)), 60))
-    filled = water_fill(targets, cap)
-    assert sum(filled) == sum(targets)
-    assert filled == sorted(filled, reverse=True)
-    assert filled[0] <= cap
-    lifts = {f - t for f, t in zip(filled, targets, strict=True) if f < cap}
-    assert len(lifts) <= 1  # everything below the cap is lifted alike
-
-
-def test_water_fill_refuses_too_much():
-    with pytest.raises(ValueError, match=r"expected targets that fit under 2 x 3, got 7\.0"):
-        water_fill([Fraction(4), Fraction(3)], 3)
-
-
 def without_window(budgets, window):
     return [budget - window for budget in budgets]
 
 
 def test_pyramid_exact_golden():
     assert without_window(pyramid_exact(4, 20, 6, 2, 20), 2) == [8, 5, 3, 0]
-    assert pyramid_exact(4, 8, 6, 2, 20) == [8, 8, 5, 3]  # capped at all 8 tokens, mean 6
+    assert pyramid_exact(4, 8, 6, 2, 20) == [8, 7, 5, 4]  # clamped at all 8 tokens, mean 6
+    assert pyramid_exact(32, 300, 240, 8, 20)[::31] == [300, 180]
 
 
 @pytest.mark.parametrize(

