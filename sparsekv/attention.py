@@ -333,10 +333,13 @@ def _shift_sinks(state: SparseState, layer: int, part: Part) -> None:
     now = store.gather(local, order)[0]
     delta = torch.from_numpy(part.seen - store.lens[local][:, 0]).to(slots.device)
     moved = (delta > 0)[:, None, None, None]
-    true = torch.where(moved, state.true_sinks.get(layer, now), now)
+    old = state.true_sinks.get(layer, now)[:, :, :count]
+    true = torch.where(moved, torch.cat([old, now[:, :, old.shape[2] :]], dim=2), now)
     state.true_sinks[layer] = true
     _, sinks, _ = state.limits.on(slots.device, layer)  # type: ignore[union-attr]
-    moved = moved & (slots < sinks[:, None])[:, None, :, None]
+    # With a larger budget a later turn protects more sinks; those that went do not come back.
+    is_sink = store.view(local, "positions")[..., :count] < sinks[:, None, None]
+    moved = moved & is_sink[..., None]
     page = store.block_table[local].long().gather(-1, order // store.pool.page_size)
     offset = order % store.pool.page_size
     store.pool.k_pages[page, offset] = torch.where(moved, shift.rotate(true, delta), now)
