@@ -225,8 +225,8 @@ def test_equals_prefill_of_one_query(run) -> None:
             positions_k=cache.pos[:, h, :37].flatten().contiguous(),
         )
         seen = torch.isfinite(got[1][:, heads])
-        assert torch.allclose(got[0][:, heads][seen], out[seen], rtol=0, atol=2e-6)
-        assert torch.allclose(got[1][:, heads][seen], lse.T[seen], rtol=0, atol=5e-6)
+        assert torch.allclose(got[0][:, heads][seen], out[seen], rtol=0, atol=1e-5)
+        assert torch.allclose(got[1][:, heads][seen], lse.T[seen], rtol=0, atol=1e-5)
 
 
 @both
@@ -276,7 +276,7 @@ def test_b75_any_partition_merges_to_the_whole(run) -> None:
     out, lse = merge([part[0] for part in parts], [part[1] for part in parts])
     assert any((part[1] == -torch.inf).any() for part in parts)
     assert torch.allclose(out, want[0], rtol=0, atol=1e-6)
-    assert torch.allclose(lse, want[1], rtol=0, atol=1e-6)
+    assert torch.allclose(lse, want[1], rtol=1e-6, atol=1e-6)
 
 
 @both
@@ -338,7 +338,8 @@ def test_no_window_equals_a_wide_window_and_no_sink_equals_a_faint_sink() -> Non
         q_positions=torch.zeros(2, dtype=torch.int32, device=DEVICE),
         sinks=torch.full((6,), -torch.inf, device=DEVICE),
     )
-    assert same(plain[0], wide[0]) and same(plain[1], wide[1])
+    assert torch.allclose(plain[0], wide[0], rtol=0, atol=1e-6)
+    assert torch.allclose(plain[1], wide[1], rtol=1e-6, atol=1e-6)
 
 
 @both
