@@ -9,6 +9,7 @@ decode   one token: append or replace a slot, paged attention, drop at most one 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -47,11 +48,12 @@ def attend(
     """
     outs = []
     parts = state.begin(layer, q, k, mask)
-    for part in parts:
-        at = part.start - parts[0].start
-        piece = slice(at, at + part.tokens)
-        run = {"prefill": _prefill, "chunk": _chunk, "decode": _decode}[part.kind]
-        outs.append(run(state, layer, part, q[:, :, piece], k[:, :, piece], v[:, :, piece], scores))
+    # Triton launches on the current device, which need not be the one of this layer.
+    with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
+        for part in parts:
+            at = slice(part.start - parts[0].start, part.start - parts[0].start + part.tokens)
+            run = {"prefill": _prefill, "chunk": _chunk, "decode": _decode}[part.kind]
+            outs.append(run(state, layer, part, q[:, :, at], k[:, :, at], v[:, :, at], scores))
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
 
