@@ -174,5 +174,7 @@ def _set_mode(cache: SparseCache, generation_config: Any, model_kwargs: dict, mo
         state.draft_start = length  # prompt and first drafts come in one forward
         if state.draft_start is None:
             raise ValueError("expected an attention_mask to tell the prompt from drafts, got none")
+        if cache.get_seq_length():  # it feeds the whole text again, with any cache
+            raise ValueError("expected an empty cache for assisted decoding, got one with tokens")
     elif not getattr(generation_config, "is_assistant", False):
         state.recording = False
