@@ -48,6 +48,7 @@ def tiny_llama(seed: int = 0, **config: Any) -> LlamaForCausalLM:
         "eos_token_id": None,
     }
     model = LlamaForCausalLM(LlamaConfig(**{**plain, **config}))
+    model.lm_head.weight.data[0] = 0.0  # no text of its own contains padding
     return model.eval()
 
 
