@@ -221,28 +221,33 @@ def paged_decode_attention_triton(
     plan = _plan(q, k_pages, block_table, chunk_size)
     lens = cache_seqlens.contiguous()
     sinks = None if sinks is None else sinks.contiguous()
-    near = (None, None, 0)
+    near: tuple[Tensor | None, Tensor | None, int] = (None, None, 0)
     if window is not None and q_positions is not None:
         near = (positions, q_positions.contiguous(), window)
     out, lse, parts, raw = _allocate(plan, q, probs is not None)
     sources = (q, k_pages, v_pages, block_table, lens)
-    _launch(plan, *sources, near, sinks, [*parts, *raw], softmax_scale, softcap)
-    if plan.chunks > 1:
+    outputs = [*(parts or (out, lse)), *(raw or (None, None))]
+    _launch(plan, *sources, near, sinks, outputs, softmax_scale, softcap)
+    if parts is not None:
         combine(*parts, lens, sinks, out, lse, plan.chunk)
-    probs_out = None if probs is None else probabilities(*raw, lens, lse, plan.block_n, probs)
-    return out, lse, probs_out
+    if raw is None or probs is None:
+        return out, lse, None
+    return out, lse, probabilities(*raw, lens, lse, plan.block_n, probs)
 
 
-def _allocate(plan: _Plan, q: Tensor, with_probs: bool) -> tuple[Tensor, Tensor, Any, Any]:
-    """(out, lse, partial results or the same two, raw weights and tile maxima or None)."""
+def _allocate(
+    plan: _Plan, q: Tensor, with_probs: bool
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:
+    """(out, lse, partial results or None, raw weights and tile maxima or None)."""
     B, HQ, D = q.shape
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=q.device)
 
     out, lse = empty(B, HQ, D, dtype=q.dtype), empty(B, HQ)
-    parts, raw = (out, lse), (None, None)
-    if plan.chunks > 1:
+    parts: tuple[Tensor, Tensor] | None = None
+    raw: tuple[Tensor, Tensor] | None = None
+    if plan.chunks > 1:  # one chunk writes out and lse itself
         parts = empty(B, HQ, plan.chunks, D), empty(B, HQ, plan.chunks, 2)
     if with_probs:
         raw = empty(B, HQ, plan.capacity, dtype=torch.float16), empty(B, HQ, plan.tiles)
