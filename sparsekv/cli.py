@@ -20,8 +20,8 @@ from rich.table import Table
 from transformers.utils import logging
 
 import sparsekv
-from sparsekv import demo as demonstration
 from sparsekv import models
+from sparsekv.demo import run_demo
 from sparsekv.generation import Run, encode, generate_shown
 from sparsekv.policies import get_policy, resolve_budget
 from sparsekv.progress import spinning
@@ -208,4 +208,4 @@ def demo(
     chosen, size = get_policy(policy), parse_budget(budget)
     with spinning("loading the model"):
         network, tokenizer = models.load(model, device, dtype)
-    demonstration.run(network, tokenizer, chosen, size)
+    run_demo(network, tokenizer, chosen, size)

@@ -34,11 +34,6 @@ class Run:
     report: CacheReport | None = None
 
     @property
-    def line(self) -> str:
-        """The text on one line."""
-        return " ".join(self.text.split())
-
-    @property
     def figures(self) -> str:
         """What the cache held once the prompt was in; a dense run has no figures."""
         report = self.prompt_report
