@@ -56,6 +56,8 @@ def attention_forward(
     sinks = s_aux.to_local() if hasattr(s_aux, "to_local") else s_aux  # type: ignore[union-attr]
     layer = getattr(key, KEY_MARK, None)
     if layer is not None:
+        if not (getattr(module, "is_causal", True) and kwargs.get("is_causal") is not False):
+            raise ValueError("expected causal attention, got bidirectional attention")
         scores = Scores(scale, softcap, sinks)
         return layer.attend(query, key, value, attention_mask, scores, sliding_window), None
     if softcap is None and sinks is None:

@@ -41,8 +41,9 @@ def check_config(model: PreTrainedModel) -> None:
         raise ValueError(
             f"expected full_attention and sliding_attention layers, got {sorted(unknown)}"
         )
-    ranks, heads = tp_size(model), config.num_key_value_heads
-    if ranks > 1 and heads % ranks:
+    ranks = tp_size(model)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if heads % ranks:
         raise ValueError(
             f"expected the KV heads to divide among {ranks} tensor-parallel ranks, got {heads}"
         )
