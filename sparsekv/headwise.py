@@ -103,7 +103,7 @@ def _sequences(queries: Queries, keys: Keys, scores: Scores, window: int | None)
         "window": window,
         "seqused_q": used,
         "seqused_k": keys.held.flatten().int(),
-        "positions_q": queries.positions[:, None].expand(-1, heads, -1).flatten().int(),
+        "positions_q": queries.positions.int().repeat_interleave(heads, 0).flatten(),
         "positions_k": keys.positions.flatten().int(),
     }
     return flat, lengths, geometry
