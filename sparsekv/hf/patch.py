@@ -68,19 +68,22 @@ def patch(
     chosen = get_policy(policy)
     resolve_budget(budget, 1)
     check_config(model)
-    unpatch(model)
     shift = None
     if chosen.rerotates_sinks:
         shift = SinkShift(getattr(chosen, "sinks", 0), rotary_frequencies(model))
-    before = model.config._attn_implementation
+    previous = model.__dict__.get(_RECORD)
+    before = previous.attn_implementation if previous else model.config._attn_implementation
     register()
     model.set_attn_implementation(NAME)
     model.__dict__[_RECORD] = Patch(chosen, budget, page_size, before, shift)
-    model.__dict__[_HOOK] = types.MethodType(_prepare_cache, model)
+    model.__dict__.setdefault(_HOOK, types.MethodType(_prepare_cache, model))
     try:
         _prove(model)
     except Exception:
-        unpatch(model)
+        if previous is None:
+            unpatch(model)
+        else:
+            model.__dict__[_RECORD] = previous
         raise
     return model
 
