@@ -51,7 +51,10 @@ Model = Annotated[
 Policy = Annotated[str, typer.Option(help="A name that `sparsekv policies` lists.")]
 Budget = Annotated[
     str,
-    typer.Option(help="Tokens kept per layer and KV head (512), or the fraction kept (0.25)."),
+    typer.Option(
+        metavar="<int|float>",
+        help="Tokens kept per layer and KV head (512), or the fraction kept (0.25).",
+    ),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
@@ -146,8 +149,7 @@ def generate_command(
     """Generate greedily from a prompt with a sparse KV cache."""
     chosen, size = get_policy(policy), parse_budget(budget)
     text = _read_prompt(prompt, prompt_file)
-    if max_new_tokens < 1:
-        raise ValueError(f"expected --max-new-tokens >= 1, got {max_new_tokens}")
+    _check_before_work(max_new_tokens, json_file)
     with spinning("loading the model"):
         network, tokenizer = models.load(model, device, dtype)
     ids = encode(tokenizer, text, chat=not raw)
@@ -165,10 +167,24 @@ def generate_command(
         json_file.write_text(json.dumps(setting | runs, indent=2) + "\n", encoding="utf-8")
 
 
+def _check_before_work(max_new_tokens: int, json_file: Path | None) -> None:
+    """What would otherwise be found out after a minute."""
+    if max_new_tokens < 1:
+        raise ValueError(f"expected --max-new-tokens >= 1, got {max_new_tokens}")
+    if json_file is not None and not json_file.parent.is_dir():
+        raise ValueError(f"expected --json in a folder that exists, got {str(json_file)!r}")
+
+
 def _read_prompt(prompt: str | None, file: Path | None) -> str:
     if (prompt is None) == (file is None):
         raise ValueError(f"expected --prompt or --prompt-file, got {'both' if file else 'neither'}")
-    return file.read_text(encoding="utf-8") if file is not None else str(prompt)
+    if file is None:
+        return str(prompt)
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"expected a UTF-8 text file, got {str(file)!r}: {reason}") from error
 
 
 def _show(sparse: Run, dense: Run | None, policy: str) -> None:

@@ -87,7 +87,12 @@ def test_mistakes_are_one_line(folder: Path, arguments: list[str], message: str)
 
 def test_missing_files_are_one_line(tmp_path: Path) -> None:
     result = call("generate", "--prompt-file", tmp_path / "absent.txt")
-    assert_one_line(result, "absent.txt")
+    assert_one_line(result, "absent.txt': No such file or directory")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    result = call("generate", "--prompt-file", tmp_path / "latin.txt")
+    assert_one_line(result, "expected a UTF-8 text file")
+    result = call("generate", "--prompt", "x", "--json", tmp_path / "no" / "run.json")
+    assert_one_line(result, "expected --json in a folder that exists")
     result = call("generate", "--prompt", "x", "--model", tmp_path)
     assert_one_line(result, "expected a readable causal language model")
     assert_one_line(call("generate"), "expected --prompt or --prompt-file, got neither")
