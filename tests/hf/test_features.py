@@ -1,4 +1,4 @@
-"""What generate() offers beyond greedy text of one row, each under every policy or at full budget."""
+"""What generate() offers beyond greedy text of one row: every policy, or dense at full budget."""
 
 from __future__ import annotations
 
