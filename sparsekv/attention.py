@@ -9,7 +9,8 @@ decode   one token: append or replace a slot, paged attention, drop at most one 
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 from typing import Any
 
 import numpy as np
@@ -48,8 +49,7 @@ def attend(
     """
     outs = []
     parts = state.begin(layer, q, k, mask)
-    # Triton launches on the current device, which need not be the one of this layer.
-    with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
+    with _device_of(q):
         for part in parts:
             at = slice(part.start - parts[0].start, part.start - parts[0].start + part.tokens)
             run = {"prefill": _prefill, "chunk": _chunk, "decode": _decode}[part.kind]
@@ -75,8 +75,14 @@ def rollback(state: SparseState, tokens: int) -> None:
             )
         for layer, log in state.rewind(tokens).items():
             for part, q, k, v, scores in log:
-                _decode(state, layer, part, q, k, v, scores)
+                with _device_of(q):
+                    _decode(state, layer, part, q, k, v, scores)
     state.settle()
+
+
+def _device_of(x: Tensor) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, which need not be the one of this layer."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 # ---------------------------------------------------------------------- prefill
