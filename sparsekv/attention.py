@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
-from typing import Any
 
 import numpy as np
 import torch
