@@ -287,7 +287,7 @@ def _append_token(state: SparseState, layer: int, part: Part, k: Tensor, v: Tens
     slots = lens
     if state.limits.mode[layer] == "replace":
         host = np.minimum(host, state.limits.budget[layer][:, None])
-        if (host == store.lens[local]).any():
+        if state.steady or (host == store.lens[local]).any():
             budget = state.limits.on(k.device, layer)[0][:, None]
             slots = torch.where(lens >= budget, _victim(state, layer, part).int(), lens)
     slots = slots[..., None]
@@ -300,7 +300,9 @@ def _evict_token(state: SparseState, layer: int, part: Part) -> None:
     assert state.limits is not None
     store, local = state.store(layer)
     limit = state.limits.budget[layer][:, None]
-    if state.limits.mode[layer] != "evict" or not (store.lens[local] > limit).any():
+    if state.limits.mode[layer] != "evict":
+        return
+    if not state.steady and not (store.lens[local] > limit).any():
         return
     lens = store.seqlens[local]
     budget = state.limits.on(lens.device, layer)[0][:, None]
@@ -338,11 +340,15 @@ def _shift_sinks(state: SparseState, layer: int, part: Part) -> None:
     slots = torch.arange(count, device=store.seqlens.device)
     order = slots.expand(*store.seqlens[local].shape, -1)
     now = store.gather(local, order)[0]
-    delta = torch.from_numpy(part.seen - store.lens[local][:, 0]).to(slots.device)
+    rows = part.on(slots.device)
+    delta = rows.before + rows.used - store.seqlens[local][:, 0]  # tokens evicted in between
     moved = (delta > 0)[:, None, None, None]
     old = state.true_sinks.get(layer, now)[:, :, :count]
     true = torch.where(moved, torch.cat([old, now[:, :, old.shape[2] :]], dim=2), now)
-    state.true_sinks[layer] = true
+    if state.steady and layer in state.true_sinks and old.shape == true.shape:
+        old.copy_(true)  # a captured step reads the memory it was captured with
+    else:
+        state.true_sinks[layer] = true
     _, sinks, _ = state.limits.on(slots.device, layer)  # type: ignore[union-attr]
     # With a larger budget a later turn protects more sinks; those that went do not come back.
     is_sink = store.view(local, "positions")[..., :count] < sinks[:, None, None]

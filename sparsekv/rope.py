@@ -7,7 +7,7 @@ enough to move the sinks closer by the number of tokens evicted between them and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,11 +23,18 @@ class SinkShift:
 
     sinks: int
     inv_freq: Tensor
+    _device: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
+
+    def on(self, device: torch.device) -> Tensor:
+        """inv_freq on `device`, copied there once: a captured step cannot copy from the host."""
+        if device not in self._device:
+            self._device[device] = self.inv_freq.to(device)
+        return self._device[device]
 
     def rotate(self, k: Tensor, delta: Tensor) -> Tensor:
         """k [B, HK, S, D] moved by delta int [B] positions, in k's dtype; the maths is fp32."""
         half = len(self.inv_freq)
-        angle = delta.float()[:, None] * self.inv_freq.to(k.device)  # [B, R/2]
+        angle = delta.float()[:, None] * self.on(k.device)  # [B, R/2]
         cos, sin = angle.cos()[:, None, None], angle.sin()[:, None, None]
         left, right, rest = k.float().tensor_split([half, 2 * half], dim=-1)
         turned = (left * cos - right * sin, right * cos + left * sin, rest)

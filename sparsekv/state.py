@@ -19,7 +19,7 @@ from sparsekv.headwise import Scores
 from sparsekv.plan import LayerSpec, Limits, make_limits
 from sparsekv.policies.base import ModelShape, Policy
 from sparsekv.rope import SinkShift
-from sparsekv.step import Part, real_lengths
+from sparsekv.step import Part, RowTensors, real_lengths
 
 
 class SparseState:
@@ -35,6 +35,9 @@ class SparseState:
         tokens: int [B] real tokens of each row so far.
         gaps: (before, pads) of each forward with padding: row b had pads[b] columns of padding
             before its token at position before[b].
+        steady, held_steps: row tensors of decode steps with fixed shapes, and for how many more
+            steps pages are found, see `sparsekv.steady`.
+        max_columns: columns that a generation may reach, or None if nobody said.
         draft_start: column from which tokens of a recorded forward are drafts, or None: those fed
             into an empty cache are the prompt, later ones drafts.
         chunked_until: column up to which a prompt comes in several forwards; one of a single token
@@ -58,6 +61,7 @@ class SparseState:
         self.ordinal = {layer: i for i, layer in enumerate(full)}
         self.sink_shift = sink_shift
         self.draft_start: int | None = None
+        self.max_columns: int | None = None
         self.chunked_until = 0
         self.keep_queries = True
         self.recording = False
@@ -73,6 +77,8 @@ class SparseState:
         self.true_sinks: dict[int, Tensor] = {}
         self.snapshots: dict[int, Snapshot] = {}
         self.log: dict[int, list[tuple[Part, Tensor, Tensor, Tensor, Scores]]] = {}
+        self.steady: dict[torch.device, RowTensors] | None = None
+        self.held_steps = 0
         self._stores: dict[int, tuple[PagedKVCache, int]] = {}
         self._parts: list[Part] = []
         self._start = -1
@@ -87,6 +93,10 @@ class SparseState:
     def stores(self) -> list[PagedKVCache]:
         """All stores, one per device."""
         return list({id(store): store for store, _ in self._stores.values()}.values())
+
+    def members(self, store: PagedKVCache) -> np.ndarray:
+        """The layers of a store, in its order: int [l]."""
+        return np.array([i for i, (other, _) in self._stores.items() if other is store])
 
     def _open_store(self, layer: int, k: Tensor) -> None:
         """Create the store of all layers that are expected on the device of `layer`."""
@@ -142,12 +152,20 @@ class SparseState:
         lengths = real_lengths(mask, start, self.tokens, tokens)
         if (lengths < tokens).any():
             self.gaps.append((self.tokens, tokens - lengths))
+        if not self.held_steps:
+            self.steady = None
         parts = self._split(start, tokens, lengths)
         if parts[0].kind != "decode":
+            self.held_steps = 0
             shape = ModelShape(len(self.ordinal), q.shape[1], k.shape[1], head_dim)
             self.limits = make_limits(self.policy, self.budget, self.layers, shape, parts[0].seen)
         self._start, self._parts = start, parts
         self.tokens = self.tokens + lengths
+        if self.steady is not None and self.held_steps:
+            self.held_steps -= 1
+            for rows in self.steady.values():
+                rows.before.add_(1)
+            return
         for member in {id(store): i for i, (store, _) in self._stores.items()}.values():
             self._prepare(member)
 
@@ -169,7 +187,7 @@ class SparseState:
         ones = np.ones(len(lengths), dtype=np.int64)
         for i in range(drafts):
             seen = self.tokens + lengths - drafts + i + 1
-            parts.append(Part("decode", start + prompt + i, 1, ones, seen))
+            parts.append(Part("decode", start + prompt + i, 1, ones, seen, self.steady or {}))
         return parts
 
     def _prompt_columns(self, start: int, tokens: int) -> int:
@@ -188,8 +206,7 @@ class SparseState:
     def _prepare(self, layer: int) -> None:
         """Find pages for the forward, for all layers of a store at once."""
         store, _ = self._stores[layer]
-        members = np.array([i for i, (other, _) in self._stores.items() if other is store])
-        part = self._parts[0]
+        members, part = self.members(store), self._parts[0]
         assert self.limits is not None
         if part.kind == "prefill":
             keep = np.minimum(self.limits.keep[members], part.lengths)
@@ -198,14 +215,14 @@ class SparseState:
         elif part.kind == "decode" and not self.recording:
             held = store.lens
             room = held < self.limits.budget[members][:, :, None]
-            grows = room | ~self.replaces[members][:, None, None]
+            grows = room | (self.limit_modes[members] != "replace")[:, None, None]
             store.ensure(np.arange(len(members)), grows.astype(np.int32), self.rewrites[members])
 
     @property
-    def replaces(self) -> np.ndarray:
-        """bool [L]: layers where a decode step overwrites a slot once the budget is in use."""
+    def limit_modes(self) -> np.ndarray:
+        """str [L]: the decode mode of every layer, see `LayerPlan`."""
         assert self.limits is not None
-        return np.array([mode == "replace" for mode in self.limits.mode])
+        return np.array(self.limits.mode)
 
     @property
     def rewrites(self) -> np.ndarray:
@@ -224,6 +241,7 @@ class SparseState:
         """Make row i a fork of old row rows[i]: beam search, batch repeat, batch select."""
         if not self.tokens.size:
             return
+        self.held_steps = 0
         for store in self.stores:
             store.select_rows(rows)
         self.tokens = self.tokens[rows]
@@ -253,8 +271,19 @@ class SparseState:
             self.log[layer] = []
         self.snapshots = {}
         self.tokens = self.tokens - tokens
-        self._start = -1
+        self.forget_forward()
         return replay
+
+    def count_step(self) -> None:
+        """Count a decode step of every layer and row that Python did not run."""
+        self._start = self.seen[0]
+        self.held_steps -= 1
+        self.seen = [columns + 1 for columns in self.seen]
+        self.tokens = self.tokens + 1
+
+    def forget_forward(self) -> None:
+        """The next layer to begin plans its forward anew."""
+        self._start = -1
 
     def settle(self) -> None:
         """Accept every draft token of the round."""

@@ -1,13 +1,15 @@
 """`patch`, `unpatch`, `new_cache`: put a policy under a model's `generate`, and take it away again.
 
-The model's code is not touched. Its config names the attention function, and one bound method on
-the instance hands `generate` a `SparseCache`. What `unpatch` needs is kept beside that method.
+The model's code is not touched. Its config names the attention function, and three bound methods
+on the instance hand `generate` a `SparseCache` and its decode step. What `unpatch` needs is kept
+beside them.
 """
 
 from __future__ import annotations
 
 import types
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -24,12 +26,14 @@ from sparsekv.hf.check import (
     self_test,
 )
 from sparsekv.hf.compat import cache_key
+from sparsekv.hf.graph import GraphedDecode, can_graph
 from sparsekv.policies import Full, Policy, get_policy, resolve_budget
 from sparsekv.rope import SinkShift
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 _RECORD = "_sparsekv_patch"
 _HOOK = "_prepare_cache_for_generation"
+_MAY_COMPILE = "_valid_auto_compile_criteria"
 _OWN_CACHES = (None, "dynamic")
 
 
@@ -76,7 +80,8 @@ def patch(
     register()
     model.set_attn_implementation(NAME)
     model.__dict__[_RECORD] = Patch(chosen, budget, page_size, before, shift)
-    model.__dict__.setdefault(_HOOK, types.MethodType(_prepare_cache, model))
+    for name, method in _METHODS.items():
+        model.__dict__.setdefault(name, types.MethodType(method, model))
     try:
         _prove(model)
     except Exception:
@@ -91,7 +96,8 @@ def patch(
 def unpatch(model: Model) -> Model:
     """Take the patch off; a model that has none is left alone. Returns the same model."""
     record = model.__dict__.pop(_RECORD, None)
-    model.__dict__.pop(_HOOK, None)
+    for name in _METHODS:
+        model.__dict__.pop(name, None)
     if record is not None:
         model.set_attn_implementation(record.attn_implementation)
     return model
@@ -159,6 +165,7 @@ def _prepare_cache(
     if isinstance(cache, SparseCache):
         mode = args[0] if args else kwargs.get("generation_mode")
         _set_mode(cache, generation_config, model_kwargs, mode)
+        cache.state.max_columns = args[2] if len(args) > 2 else kwargs.get("max_cache_length")
     return getattr(type(self), _HOOK)(self, generation_config, model_kwargs, *args, **kwargs)
 
 
@@ -181,3 +188,24 @@ def _set_mode(cache: SparseCache, generation_config: Any, model_kwargs: dict, mo
             raise ValueError("expected an empty cache for assisted decoding, got one with tokens")
     elif not getattr(generation_config, "is_assistant", False):
         state.recording = False
+
+
+def _may_compile(self: PreTrainedModel, model_kwargs: dict, generation_config: Any) -> bool:
+    """Stand in for `_valid_auto_compile_criteria`: our caches decode by CUDA graph."""
+    cache = model_kwargs.get(cache_key(self))
+    if isinstance(cache, SparseCache):
+        return can_graph(self, cache, generation_config)
+    return getattr(type(self), _MAY_COMPILE)(self, model_kwargs, generation_config)
+
+
+def _compiled_call(self: PreTrainedModel, compile_config: Any) -> GraphedDecode:
+    """Stand in for `get_compiled_call`."""
+    return GraphedDecode(self, compile_config)
+
+
+# What `patch` binds to the instance.
+_METHODS: dict[str, Callable[..., Any]] = {
+    _HOOK: _prepare_cache,
+    _MAY_COMPILE: _may_compile,
+    "get_compiled_call": _compiled_call,
+}

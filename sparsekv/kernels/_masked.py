@@ -24,6 +24,7 @@ from ._common import (
 )
 
 Align = Literal["left", "right"]
+MAX_TOKEN_STRIDE = 1 << 24  # elements; offsets inside a tile of up to 128 tokens are 32-bit
 _CHUNK_ELEMENTS = 1 << 22  # logits held at a time: 16 MB in fp32, about the last-level cache
 
 
@@ -76,6 +77,8 @@ def check_packed(
     check_dtype("k", k, q.dtype)
     check_last_contiguous("q", q)
     check_last_contiguous("k", k)
+    if k.stride(0) >= MAX_TOKEN_STRIDE:
+        raise ValueError(f"expected k.stride(0) < {MAX_TOKEN_STRIDE}, got {k.stride(0)}")
     sequences = cu_seqlens_q.shape[0] - 1
     for name, x, size in (
         ("cu_seqlens_q", cu_seqlens_q, sequences + 1),

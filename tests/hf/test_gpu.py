@@ -6,6 +6,10 @@ import pytest
 import torch
 from rig import EVICTING, POLICIES, greedy, kept, left_padded, patched, prompt, tiny_llama
 
+import sparsekv
+from sparsekv.hf.compat import cache_key, output_cache
+from sparsekv.policies import H2O
+
 pytestmark = pytest.mark.gpu
 _PROMPT, _NEW, _BUDGET = 150, 24, 40
 
@@ -40,6 +44,65 @@ def test_twenty_runs_are_bitwise_equal(policy, dtype):
         again = greedy(model, prompt(_PROMPT).cuda(), new=_NEW)
         assert (again.logits == first.logits).all()
         assert kept(again.cache) == kept(first.cache)
+
+
+@pytest.mark.parametrize("budget", [_BUDGET, _PROMPT + 10, 1000])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_graph_replays_equal_ordinary_steps(policy, budget):
+    """B60: budgets that are in use at once, in the middle of decoding, and never."""
+    model = _model(torch.bfloat16)
+    replayed = _run(model, policy, budget)
+    ordinary = _run(model, policy, budget, disable_compile=True)
+    assert replayed.cache.state.steady is not None
+    assert ordinary.cache.state.steady is None
+    assert (replayed.logits == ordinary.logits).all()
+    assert kept(replayed.cache) == kept(ordinary.cache)
+    for store in replayed.cache.state.stores:
+        store.validate()
+
+
+class _Syncing(H2O):
+    """H2O that waits for the device in every step, which a graph cannot."""
+
+    def observe(self, layer, phase, state, columns, positions):
+        assert bool(columns.isfinite().any())
+        return super().observe(layer, phase, state, columns, positions)
+
+
+def test_a_step_that_cannot_be_captured_runs_as_always():
+    """One warning that names the reason, and the same tokens."""
+    model = sparsekv.patch(_model(torch.bfloat16), _Syncing(), _BUDGET)
+    ids = prompt(_PROMPT).cuda()
+    with pytest.warns(UserWarning, match="without a CUDA graph") as caught:
+        warned = greedy(model, ids, new=_NEW)
+    assert sum("CUDA graph" in str(warning.message) for warning in caught) == 1
+    model.generate(ids, max_new_tokens=2, do_sample=True)  # random numbers still work
+    ordinary = _run(model, "h2o", disable_compile=True)
+    assert (warned.logits == ordinary.logits).all()
+    assert kept(warned.cache) == kept(ordinary.cache)
+
+
+@pytest.mark.parametrize("policy", EVICTING)
+def test_graph_in_a_padded_sampled_batch(policy):
+    """Sampling, padding and a second turn on the same cache."""
+    model = patched(_model(torch.float32), policy, _BUDGET)
+    batch = {
+        name: x.cuda() for name, x in left_padded(prompt(150, seed=1), prompt(90, seed=2)).items()
+    }
+    runs = []
+    for disable in (False, True):
+        torch.manual_seed(0)
+        options = {"do_sample": True, "max_new_tokens": 12, "disable_compile": disable}
+        first = model.generate(**batch, **options, return_dict_in_generate=True)
+        cache = output_cache(first)
+        mask = torch.ones_like(first.sequences)
+        mask[:, : batch["attention_mask"].shape[1]] = batch["attention_mask"]
+        more = torch.cat([first.sequences, prompt(9, seed=3).cuda().expand(2, -1)], dim=1)
+        mask = torch.cat([mask, mask.new_ones(2, 9)], dim=1)
+        again = {cache_key(model): cache, "attention_mask": mask}
+        runs.append(model.generate(more, **again, **options))
+        cache.state.stores[0].validate()
+    assert (runs[0] == runs[1]).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

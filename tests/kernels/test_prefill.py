@@ -16,6 +16,7 @@ from tolerance import assert_lse_close, assert_out_close
 from torch import Tensor
 
 from sparsekv.kernels import prefill
+from sparsekv.kernels._masked import MAX_TOKEN_STRIDE
 from sparsekv.kernels.prefill import prefill_attention, prefill_reference, prefill_triton
 
 few = settings(max_examples=max(4, settings.default.max_examples // 5))
@@ -348,11 +349,19 @@ def test_gpu_long_and_deterministic(length: int) -> None:
 @pytest.mark.gpu
 def test_gpu_strides_beyond_32_bits() -> None:
     """Token offsets are 64-bit: the last keys lie more than 2^31 elements behind the first."""
-    t = Packed((40,), (40,), head_dim=64).tensors("gpu")
-    stride = 2**31 // 32
-    storage = torch.zeros(40 * stride + 64, dtype=t["k"].dtype, device="cuda")
-    wide = storage.as_strided((40, 1, 64), (stride, 64, 1))
+    t = Packed((160,), (160,), head_dim=64).tensors("gpu")
+    stride = MAX_TOKEN_STRIDE - 16
+    storage = torch.zeros(160 * stride + 64, dtype=t["k"].dtype, device="cuda")
+    wide = storage.as_strided((160, 1, 64), (stride, 64, 1))
     wide.copy_(t["k"])
     new_out, new_lse = prefill_attention(**t | {"k": wide, "v": wide})
     out, lse = prefill_attention(**t | {"v": t["k"]})
     assert torch.equal(new_out, out) and torch.equal(new_lse, lse)
+
+
+def test_larger_strides_are_refused() -> None:
+    """Inside a tile offsets are 32-bit, so a stride that could overflow them is an error."""
+    t = Packed((1,), (1,), head_dim=64).tensors("reference")
+    wide = t["k"].as_strided((1, 1, 64), (MAX_TOKEN_STRIDE, 64, 1))
+    with pytest.raises(ValueError, match=r"expected k.stride\(0\) < 16777216"):
+        prefill_attention(**t | {"k": wide})

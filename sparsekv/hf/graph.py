@@ -1,0 +1,117 @@
+"""Decode steps of `generate` as one CUDA graph: the host stops launching, the GPU starts working.
+
+`generate` asks the model whether its decode forward can be compiled and, if so, for the compiled
+call. A patched model answers with a `GraphedDecode`: the first step runs as always (it compiles the
+kernels), the second is captured, all further ones are replays. What cannot be captured runs as
+always, after one warning that names the reason.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from sparsekv.hf.cache import SparseCache
+from sparsekv.hf.compat import cache_key, tp_size
+from sparsekv.steady import HostCount, addresses, advance, hold
+
+# Decode steps whose pages are found in advance; when they are used up, the next are, and the
+# graph is captured again.
+_HELD_STEPS = 2048
+_FORWARD = ("input_ids", "position_ids", "attention_mask", "use_cache", "logits_to_keep")
+
+
+def can_graph(model: PreTrainedModel, cache: Any, generation_config: Any) -> bool:
+    """Whether a generation is worth a graph at all; what this refuses runs as always."""
+    return (
+        isinstance(cache, SparseCache)
+        and model.device.type == "cuda"
+        and not generation_config.disable_compile
+        and generation_config.num_beams == 1
+        and not generation_config.is_assistant
+        and not cache.state.recording
+        and tp_size(model) == 1
+        and len(set(getattr(model, "hf_device_map", {"": 0}).values())) == 1
+    )
+
+
+class GraphedDecode:
+    """Stands in for `model.__call__` in the decode loop of one `generate`.
+
+    compile_config: for caches that are not ours, which get transformers' own compiled call.
+    """
+
+    def __init__(self, model: PreTrainedModel, compile_config: Any) -> None:
+        self.model, self.name = model, cache_key(model)
+        self.compile_config = compile_config
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.memory: tuple[int, ...] = ()
+        self.inputs: dict[str, Tensor] = {}
+        self.output: Any = None
+        self.refused = False
+
+    def __call__(self, **inputs: Any) -> Any:
+        """One decode step; the output's logits are overwritten by the next one."""
+        cache = inputs.get(self.name)
+        if not isinstance(cache, SparseCache):
+            compiled = type(self.model).get_compiled_call(self.model, self.compile_config)
+            return compiled(**inputs)
+        if self.refused or not self._plain(inputs, cache):
+            return self.model(**inputs)
+        if not cache.state.held_steps:
+            left = (cache.state.max_columns or 0) - cache.get_seq_length()
+            hold(cache.state, min(max(left, 1), _HELD_STEPS))
+            self.graph = None
+            return self.model(**inputs)
+        if self.graph is None or addresses(cache.state) != self.memory:
+            if not self._capture(inputs, cache):
+                return self.model(**inputs)
+        else:
+            for name, static in self.inputs.items():
+                static.copy_(inputs[name])
+            advance(cache.state)
+        assert self.graph is not None
+        self.graph.replay()
+        return self.output
+
+    def _plain(self, inputs: dict[str, Any], cache: SparseCache) -> bool:
+        """One token a row and no argument that this class does not know."""
+        known = {*_FORWARD, self.name, "return_dict"}
+        unknown = [name for name, value in inputs.items() if name not in known and value]
+        if unknown:
+            return self._refuse(f"generate passes {', '.join(unknown)}")
+        ids = inputs.get("input_ids")
+        return ids is not None and ids.shape[1] == 1 and not cache.state.recording
+
+    def _capture(self, inputs: dict[str, Any], cache: SparseCache) -> bool:
+        names = [name for name in ("input_ids", "position_ids") if inputs.get(name) is not None]
+        self.inputs = {name: inputs[name].clone() for name in names}
+        before = HostCount.of(cache.state)
+        graph = torch.cuda.CUDAGraph()
+        forward: dict[str, Any] = {**self.inputs, self.name: cache, "use_cache": True}
+        if inputs.get("logits_to_keep") is not None:
+            forward["logits_to_keep"] = inputs["logits_to_keep"]
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self.output = self.model(**forward, return_dict=True)
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            before.put_back(cache.state)
+            _leave_capture()
+            return self._refuse(f"the step cannot be captured: {str(error).splitlines()[0]}")
+        self.graph, self.memory = graph, addresses(cache.state)
+        return True
+
+    def _refuse(self, reason: str) -> bool:
+        self.refused = True
+        warnings.warn(f"sparsekv decodes without a CUDA graph: {reason}", stacklevel=4)
+        return False
+
+
+def _leave_capture() -> None:
+    """After a failed capture the random generator still waits for its end; an empty one ends it."""
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.zeros(1, device="cuda")
