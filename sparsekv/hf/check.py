@@ -75,13 +75,12 @@ def _layer_devices(model: PreTrainedModel) -> list[torch.device]:
     """Where each layer runs. Offloaded weights sit on "meta"; their hook knows the device."""
     devices = [model.device] * model.config.num_hidden_layers
     for module in model.modules():
-        layer = getattr(module, "layer_idx", None)
-        if not isinstance(layer, int) or not hasattr(module, "o_proj"):
+        layer, weight = getattr(module, "layer_idx", None), next(module.parameters(), None)
+        if layer not in range(len(devices)) or weight is None:
             continue
-        hook = getattr(module, "_hf_hook", None)
-        place = getattr(hook, "execution_device", None)
+        place = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
         if place is None:
-            place = next(module.parameters()).device
+            place = weight.device
         devices[layer] = (
             torch.device("cuda", place) if isinstance(place, int) else torch.device(place)
         )
