@@ -76,7 +76,7 @@ def _layer_devices(model: PreTrainedModel) -> list[torch.device]:
     devices = [model.device] * model.config.num_hidden_layers
     for module in model.modules():
         layer, weight = getattr(module, "layer_idx", None), next(module.parameters(), None)
-        if layer not in range(len(devices)) or weight is None:
+        if not isinstance(layer, int) or layer >= len(devices) or weight is None:
             continue
         place = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
         if place is None:
