@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from reference_evictor import Reference
 from rig import (
     EVICTING,
     POLICIES,
@@ -179,6 +180,18 @@ def test_b22_equal_scores(pool):
     """Equal votes: the newest win, in every run."""
     model = sparsekv.patch(uniform_llama(), SnapKV(window=4, pool=pool), 12)
     assert kept(greedy(model, prompt(30), 1).cache) == [[list(range(18, 30))] * 2] * 3
+
+
+@pytest.mark.parametrize("policy", [H2O(), LayerSplit(full_layers=0, window_rows=1)])
+def test_b22_equal_scores_while_decoding(policy):
+    """Scored by one row, uniform attention ties all keys: the oldest of equals goes."""
+    model = uniform_llama()
+    reference = Reference(model, policy, 12)
+    loop = Loop(sparsekv.patch(model, policy, 12))
+    for ids in prompt(44).split([30, *[1] * 14], dim=1):
+        reference.feed(ids)
+        loop.feed(ids)
+        assert loop.kept() == reference.kept()
 
 
 def test_b22_protected_keys_survive_better_scores():

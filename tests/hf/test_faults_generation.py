@@ -70,6 +70,49 @@ def test_b48_beam_scores_are_those_of_the_text(policy, model):
     assert output.sequences_scores[0] >= output.sequences_scores[1]
 
 
+@pytest.mark.parametrize("policy", ["snapkv", "pyramid", "layersplit"])
+def test_b48_remembered_queries_follow_their_rows(policy, model):
+    """Rows change places between two prefill chunks; the second is shorter than the window."""
+    patched(model, policy, 12)
+    batch = torch.cat([prompt(30), prompt(30, 1)])
+    questions = torch.cat([prompt(3, 2), prompt(3, 3)])
+    loop = Loop(model)
+    loop.feed(batch)
+    loop.cache.reorder_cache(torch.tensor([1, 0]))
+    loop.feed(questions)
+    for row in range(2):
+        alone = Loop(model)
+        alone.feed(batch[1 - row][None])
+        alone.feed(questions[row][None])
+        assert loop.kept(row) == alone.kept()
+
+
+@pytest.mark.parametrize("policy", EVICTING)
+def test_b48_rows_change_places(policy, model):
+    """Slots, scores and shifted sinks of two prompts follow their rows; then each is doubled."""
+    patched(model, policy, 12)
+    rows = [prompt(30), prompt(30, 1)]
+    steps = torch.cat([prompt(9, 2), prompt(9, 3)])
+    loop = Loop(model)
+    loop.feed(torch.cat(rows))
+    for ids in steps[:, :3].split(1, dim=1):
+        loop.feed(ids)
+    loop.cache.reorder_cache(torch.tensor([1, 0]))
+    swapped = steps.flip(0)
+    for ids in swapped[:, 3:6].split(1, dim=1):
+        loop.feed(ids)
+    loop.cache.batch_repeat_interleave(2)
+    for ids in swapped[:, 6:].repeat_interleave(2, 0).split(1, dim=1):
+        logits = loop.feed(ids)
+    for row in range(4):
+        alone = Loop(model)
+        alone.feed(rows[1 - row // 2])
+        for ids in swapped[row // 2][None].split(1, dim=1):
+            expected = alone.feed(ids)
+        torch.testing.assert_close(logits[row], expected[0], atol=1e-4, rtol=0)
+        assert loop.kept(row) == alone.kept()
+
+
 def test_b48_beams_share_pages_until_they_write(model):
     """Forks of one row hold one prompt, and evicting in one beam leaves the others alone."""
     patched(model, "h2o", 12)

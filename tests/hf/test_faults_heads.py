@@ -47,6 +47,18 @@ def test_b27_b29_bytes_that_exist(policy, page_size, model):
     assert report.dense_bytes == 3 * 2 * 70 * 2 * 16 * 4
 
 
+@pytest.mark.parametrize("policy", EVICTING)
+def test_b29_a_long_question_gives_its_pages_back(policy, model):
+    """100 tokens onto a cache are held for a moment only."""
+    loop = Loop(patched(model, policy, 20))
+    for ids in (prompt(70), prompt(1), prompt(100, 1)):
+        loop.feed(ids)
+    pages = sum(-(-len(head) // 16) for layer in loop.kept() for head in layer)
+    report = loop.cache.report()
+    assert report.pages_used == pages
+    assert report.pages_used + report.pages_free < 3 * 2 * -(-171 // 16)  # never all layers at once
+
+
 @pytest.mark.parametrize("policy", ["streaming", "h2o", "layersplit"])
 def test_b29_decoding_within_a_budget_takes_no_memory(policy, model):
     loop = Loop(patched(model, policy, 16))
