@@ -29,6 +29,7 @@ from ._common import (
     aot_row,
     base2_logits,
     check_dtype,
+    check_last_contiguous,
     check_shape,
     launch_options,
     lookup,
@@ -256,11 +257,10 @@ def column_scores_triton(
         None if window is None else min(window, _NO_LIMIT), min(rows or _NO_LIMIT, _NO_LIMIT),
         STATISTIC=statistic, GROUP="mean" if group == "layer_mean" else group, CAUSAL=causal,
         ALIGN_RIGHT=align == "right", G=heads // kv_heads, HEADS_FIRST=heads_first,
-        HEAD_DIM=head_dim, BLOCK_D=padded_head_dim(head_dim),
-        BLOCK_N=tiles.block_n, BLOCK_M=block_m,
-        **launch_options(tiles.num_warps, tiles.num_stages),
+        HEAD_DIM=head_dim, BLOCK_D=padded_head_dim(head_dim), BLOCK_N=tiles.block_n,
+        BLOCK_M=block_m, **launch_options(tiles.num_warps, tiles.num_stages),
     )  # fmt: skip
-    # Every KV head has G query heads, so the mean of the means is the mean over all heads.
+    # KV heads have G query heads each: the mean of their means is the mean over all heads.
     return scores if group != "layer_mean" else scores.mean(1, keepdim=True)
 
 
@@ -328,13 +328,14 @@ def column_scores(
     The other arguments are those of `prefill_attention`.
 
     Columns at or beyond a sequence's length are 0; rows with lse = -inf contribute 0.
-    With "sum" over heads g and all keys, the total is the number of non-empty rows (less the sink).
+    "sum" over all keys gives every query head one unit per non-empty row (less the sink).
     Raises ValueError when shapes, dtypes or options do not fit together.
     """
     check_packed(
         q, k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softmax_scale, softcap
     )  # fmt: skip
     check_shape("lse", lse, [q.shape[1], q.shape[0]])
+    check_last_contiguous("lse", lse)
     _check_statistic(q.shape[0], rows, statistic, group, row_weights, log_threshold)
     Mask(causal, align, window, positions_q, positions_k).check(q.shape[0], k.shape[0])
     run = column_scores_triton if q.is_cuda else column_scores_reference
@@ -364,6 +365,7 @@ def _check_statistic(num_q, rows, statistic, group, row_weights, log_threshold) 
         if value is not None:
             check_shape(name, value, [num_q])
             check_dtype(name, value, torch.float32, torch.float64)
+            check_last_contiguous(name, value)
 
 
 def aot_signatures() -> list[AotRow]:

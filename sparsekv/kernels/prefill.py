@@ -335,6 +335,7 @@ def prefill_attention(
     check_last_contiguous("v", v)
     if sinks is not None:
         check_shape("sinks", sinks, [q.shape[1]])
+        check_last_contiguous("sinks", sinks)
     Mask(causal, align, window, positions_q, positions_k).check(q.shape[0], k.shape[0])
     run = prefill_triton if q.is_cuda else prefill_reference
     return run(
