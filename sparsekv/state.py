@@ -238,9 +238,15 @@ class SparseState:
     # ------------------------------------------------------------------ rows and rollback
 
     def select_rows(self, rows: np.ndarray) -> None:
-        """Make row i a fork of old row rows[i]: beam search, batch repeat, batch select."""
+        """Make row i a fork of old row rows[i]: beam search, batch repeat, batch select.
+
+        Raises:
+            ValueError: a round of drafts is open; its snapshots hold the rows as they were.
+        """
         if not self.tokens.size:
             return
+        if self.snapshots:
+            raise ValueError("expected crop() before rows change, got an open round of drafts")
         self.held_steps = 0
         for store in self.stores:
             store.select_rows(rows)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from families import build, tiny
-from rig import greedy, prompt
+from rig import Loop, greedy, prompt
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -178,3 +178,16 @@ def test_config_without_kv_heads() -> None:
     torch.testing.assert_close(full.logits, dense.logits, atol=1e-4, rtol=0)
     sparse = greedy(sparsekv.patch(model, "h2o", 16), prompt(40), 6)
     assert [len(sparse.cache.kept_positions(0, 0, head)) for head in range(4)] == [16] * 4
+
+
+def test_rows_of_an_open_round_stay() -> None:
+    """A rollback would put the rows of the snapshot into the place of others."""
+    loop = Loop(sparsekv.patch(build("llama"), "h2o", 16))
+    loop.cache.activate_past_recording()
+    loop.feed(prompt(40))
+    loop.feed(prompt(3, 1))
+    with pytest.raises(ValueError, match=r"expected crop\(\) before rows change"):
+        loop.cache.batch_repeat_interleave(2)
+    loop.cache.crop(-1)
+    loop.cache.batch_repeat_interleave(2)
+    assert loop.cache.kept_positions(0, 1) == loop.cache.kept_positions(0, 0)
