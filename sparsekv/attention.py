@@ -350,9 +350,7 @@ def _shift_sinks(state: SparseState, layer: int, part: Part) -> None:
     else:
         state.true_sinks[layer] = true
     _, sinks, _ = state.limits.on(slots.device, layer)  # type: ignore[union-attr]
-    # With a larger budget a later turn protects more sinks; those that went do not come back.
-    is_sink = store.view(local, "positions")[..., :count] < sinks[:, None, None]
-    moved = moved & is_sink[..., None]
+    moved = moved & (slots < sinks[:, None])[:, None, :, None]
     page = store.block_table[local].long().gather(-1, order // store.pool.page_size)
     offset = order % store.pool.page_size
     store.pool.k_pages[page, offset] = torch.where(moved, shift.rotate(true, delta), now)

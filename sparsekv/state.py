@@ -158,7 +158,9 @@ class SparseState:
         if parts[0].kind != "decode":
             self.held_steps = 0
             shape = ModelShape(len(self.ordinal), q.shape[1], k.shape[1], head_dim)
-            self.limits = make_limits(self.policy, self.budget, self.layers, shape, parts[0].seen)
+            limits = make_limits(self.policy, self.budget, self.layers, shape, parts[0].seen)
+            self._keep_sinks(limits)
+            self.limits = limits
         self._start, self._parts = start, parts
         self.tokens = self.tokens + lengths
         if self.steady is not None and self.held_steps:
@@ -168,6 +170,14 @@ class SparseState:
             return
         for member in {id(store): i for i, (store, _) in self._stores.items()}.values():
             self._prepare(member)
+
+    def _keep_sinks(self, limits: Limits) -> None:
+        """A row that has evicted gets no more sinks than before: the next ones are gone."""
+        for layer, (store, index) in self._stores.items():
+            assert self.limits is not None
+            evicted = (store.lens[index] < self.tokens[:, None]).any(-1)
+            fewer = np.minimum(limits.sinks[layer], self.limits.sinks[layer])
+            limits.sinks[layer] = np.where(evicted, fewer, limits.sinks[layer])
 
     def _split(self, start: int, tokens: int, lengths: np.ndarray) -> list[Part]:
         """A forward as its prompt part, if any, and one decode part per draft or decoded token."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -61,7 +61,7 @@ class Reference:
         self.heads: list[list[Head]] = [
             [{} for _ in range(config.num_key_value_heads)] for _ in range(config.num_hidden_layers)
         ]
-        self.plans: list[Plan] = []
+        self.plans: dict[int, Plan] = {}
         self.queries: dict[int, tuple[Tensor, list[int]]] = {}
 
     @torch.no_grad()
@@ -93,9 +93,13 @@ class Reference:
         tokens, seen = q.shape[1], k.shape[1]
         new = list(range(seen - tokens, seen))
         decode = tokens == 1 and seen > 1
+        heads = self.heads[layer]
         if not decode:
-            self.plans = make_plans(self.policy, self.budget, len(self.heads), seen)
-        plan, heads = self.plans[layer], self.heads[layer]
+            plan = make_plans(self.policy, self.budget, len(self.heads), seen)[layer]
+            if any(len(head) < new[0] for head in heads):  # later sinks are gone already
+                plan = replace(plan, sinks=min(plan.sinks, self.plans[layer].sinks))
+            self.plans[layer] = plan
+        plan = self.plans[layer]
         for head in heads:
             if decode and plan.decode == "replace" and len(head) >= plan.budget:
                 del head[self.victim(head, plan, new[-1])]
