@@ -252,9 +252,10 @@ def _decode(
 ) -> Tensor:
     store, local = state.store(layer)
     pool, spec = store.pool, state.layers[layer]
-    state.queries.pop(layer, None)
     if state.recording:
         state.open_round(layer)
+    state.queries.pop(layer, None)
+    if state.recording:
         state.log[layer].append((part, q, k, v, scores))
         store.ensure(np.array([local]), np.ones_like(store.lens[:1]), state.rewrites[[layer]])
     _append_token(state, layer, part, k, v)

@@ -76,6 +76,7 @@ class SparseState:
         self.queries: dict[int, tuple[Tensor, Tensor]] = {}
         self.true_sinks: dict[int, Tensor] = {}
         self.snapshots: dict[int, Snapshot] = {}
+        self.queries_before: dict[int, tuple[Tensor, Tensor]] = {}
         self.log: dict[int, list[tuple[Part, Tensor, Tensor, Tensor, Scores]]] = {}
         self.steady: dict[torch.device, RowTensors] | None = None
         self.held_steps = 0
@@ -275,6 +276,8 @@ class SparseState:
         if layer not in self.snapshots:
             store, index = self._stores[layer]
             self.snapshots[layer] = store.snapshot(index)
+            if layer in self.queries:
+                self.queries_before[layer] = self.queries[layer]
             self.log[layer] = []
 
     def rewind(self, tokens: int) -> dict[int, list]:
@@ -286,6 +289,7 @@ class SparseState:
             self.seen[layer] -= tokens
             self.log[layer] = []
         self.snapshots = {}
+        self.queries |= self.queries_before
         self.tokens = self.tokens - tokens
         self.forget_forward()
         return replay
@@ -305,4 +309,4 @@ class SparseState:
         """Accept every draft token of the round."""
         for layer, snapshot in self.snapshots.items():
             self._stores[layer][0].drop(snapshot)
-        self.snapshots, self.log = {}, {}
+        self.snapshots, self.queries_before, self.log = {}, {}, {}
