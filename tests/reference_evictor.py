@@ -131,7 +131,8 @@ class Reference:
             q = self.rotate(self.rotate(q, -torch.tensor(at)), slot[at])
         visible = kept[:, None] & (position <= torch.tensor(at)[:, None])  # [HK, R, N]
         logits = scale * q @ _repeat(k, q).transpose(1, 2)
-        return logits.masked_fill(~_repeat(visible, q), -math.inf).softmax(-1)
+        rows = logits.masked_fill(~_repeat(visible, q), -math.inf).softmax(-1)
+        return rows.nan_to_num(0.0)  # a query that sees no kept key has no vote
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate-half RoPE of x [H, N, D] by positions [N]."""

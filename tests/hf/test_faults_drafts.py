@@ -151,6 +151,22 @@ def test_b51_crop_restores_slots_and_scores(policy, accepted, model):
         store.validate()
 
 
+@pytest.mark.parametrize("policy", ["snapkv", "pyramid", "layersplit"])
+def test_b51_rejected_drafts_leave_the_observation_window(policy, model):
+    """Prompt, drafts that are all rejected, more prompt: scored by queries of both chunks."""
+    patched(model, policy, 14)
+    drafting, plain = Loop(model), Loop(model)
+    for loop in (drafting, plain):
+        loop.feed(prompt(24))
+        if loop is drafting:
+            loop.cache.activate_past_recording()
+            loop.feed(prompt(5, 1))
+            loop.cache.crop(-5)
+            loop.cache.state.recording = False
+        loop.feed(prompt(3, 2))
+    assert drafting.kept() == plain.kept()
+
+
 @pytest.mark.parametrize("policy", EVICTING)
 def test_b51_crop_into_evicted_tokens_is_refused(policy, model):
     """Without recording, or beyond what was recorded, the state before is gone."""
