@@ -20,9 +20,10 @@ from sparsekv.cache.paged import PagedKVCache
 from sparsekv.headwise import Keys, Queries, Scores, headwise_attention, headwise_columns
 from sparsekv.kernels.column_scores import column_scores
 from sparsekv.kernels.decode import paged_decode_attention
+from sparsekv.kernels.evict import Action, evict_slot
 from sparsekv.kernels.prefill import prefill_attention
 from sparsekv.policies.base import Need
-from sparsekv.selection import Candidates, Kept, choose, victim_slot
+from sparsekv.selection import Candidates, Kept, choose
 from sparsekv.state import SparseState
 from sparsekv.step import Part
 
@@ -269,14 +270,9 @@ def _decode(
         window=spec.window, positions=pool.positions if spec.window else None,
         q_positions=part.on(q.device).before if spec.window else None, probs=group,
     )  # fmt: skip
-    if need is not None and ordinal is not None and probs is not None:
-        if need.group == "layer_mean":
-            probs = probs.mean(1, keepdim=True).expand_as(probs)
-        old = store.view(local, "scores")
-        columns, positions = probs[..., : old.shape[-1]], store.view(local, "positions")
-        new = state.policy.observe(ordinal, "decode", old, columns, positions)
-        store.store_scores(local, new)
-    _evict_token(state, layer, part)
+    if need is not None and need.group == "layer_mean" and probs is not None:
+        probs = probs.mean(1, keepdim=True).expand_as(probs)
+    _settle_token(state, layer, part, probs)
     return out[:, None]
 
 
@@ -285,45 +281,58 @@ def _append_token(state: SparseState, layer: int, part: Part, k: Tensor, v: Tens
     assert state.limits is not None
     store, local = state.store(layer)
     lens, host = store.seqlens[local], store.lens[local] + 1
-    slots = lens
+    slots = None
     if state.limits.mode[layer] == "replace":
         host = np.minimum(host, state.limits.budget[layer][:, None])
         if state.steady or (host == store.lens[local]).any():
-            budget = state.limits.on(k.device, layer)[0][:, None]
-            slots = torch.where(lens >= budget, _victim(state, layer, part).int(), lens)
-    slots = slots[..., None]
-    store.append(local, k, v, slots, part.on(k.device).before[:, None, None].expand_as(slots))
-    store.set_lens(local, torch.maximum(lens, slots[..., 0] + 1), host)
+            slots = _evict(state, layer, part, "replace")  # counts the token, too
+    where = (lens if slots is None else slots)[..., None]
+    store.append(local, k, v, where, part.on(k.device).before[:, None, None].expand_as(where))
+    if slots is None:
+        lens.add_(1)
+    store.lens[local] = host
 
 
-def _evict_token(state: SparseState, layer: int, part: Part) -> None:
-    """In layers that attend budget + 1 keys: drop the victim again."""
+def _settle_token(state: SparseState, layer: int, part: Part, probs: Tensor | None) -> None:
+    """Fold the step's probabilities into the scores; drop a slot where budget + 1 are attended."""
     assert state.limits is not None
     store, local = state.store(layer)
     limit = state.limits.budget[layer][:, None]
-    if state.limits.mode[layer] != "evict":
-        return
-    if not state.steady and not (store.lens[local] > limit).any():
-        return
-    lens = store.seqlens[local]
-    budget = state.limits.on(lens.device, layer)[0][:, None]
-    victim = torch.where(lens > budget, _victim(state, layer, part), -1)
-    slot = torch.arange(store.width(local) * store.pool.page_size, device=lens.device)
-    store.compact(local, slot != victim[..., None], np.minimum(store.lens[local], limit))
+    drop = state.limits.mode[layer] == "evict"
+    drop = drop and (bool(state.steady) or bool((store.lens[local] > limit).any()))
+    decay = None if probs is None else state.policy.decay(state.ordinal[layer])
+    if probs is not None and decay is None:
+        old, positions = store.view(local, "scores"), store.view(local, "positions")
+        columns = probs[..., : old.shape[-1]]
+        new = state.policy.observe(state.ordinal[layer], "decode", old, columns, positions)
+        store.store_scores(local, new)
+        probs = None
+    if drop or probs is not None:
+        _evict(state, layer, part, "drop" if drop else "observe", probs, decay)
+    if drop:
+        store.lens[local] = np.minimum(store.lens[local], limit)
 
 
-def _victim(state: SparseState, layer: int, part: Part) -> Tensor:
+def _evict(
+    state: SparseState,
+    layer: int,
+    part: Part,
+    action: Action,
+    probs: Tensor | None = None,
+    decay: float | None = None,
+) -> Tensor | None:
+    """`evict_slot` on a layer under its limits."""
     assert state.limits is not None
     store, local = state.store(layer)
-    positions, ordinal = store.view(local, "positions"), state.ordinal.get(layer)
-    if ordinal is None:  # a sliding layer gives up its oldest token
-        score = positions.float()
-    else:
-        score = state.policy.evict_score(ordinal, store.view(local, "scores"), positions)
-    _, sinks, recent = state.limits.on(positions.device, layer)
-    return victim_slot(
-        score, positions, store.seqlens[local],
-        current=part.on(positions.device).before, sinks=sinks, recent=recent,
+    pool, lens = store.pool, store.seqlens[local]
+    budget, sinks, recent = state.limits.on(lens.device, layer)
+    governed = layer in state.ordinal  # a sliding layer gives up its oldest token
+    return evict_slot(
+        pool.k_pages, pool.v_pages, pool.positions, pool.scores,
+        store.block_table[local, :, :, : store.width(local)], lens,
+        action=action, by=state.policy.evicts_by if governed else "position",
+        current=part.on(lens.device).before, budget=budget, sinks=sinks, recent=recent,
+        probs=probs, decay=1.0 if decay is None else decay,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""From statistics to kept keys: observe, score, protect, top-k; and the victim of a decode step."""
+"""From statistics to kept keys: observe, score, protect, top-k."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from torch import Tensor
 from sparsekv.kernels.topk import select_topk
 from sparsekv.policies.base import Need, Selection, Stats, TopK
 from sparsekv.state import SparseState
-
-_LAST = torch.iinfo(torch.int32).max
 
 
 @dataclass(frozen=True)
@@ -96,26 +94,3 @@ def _per_head_topk(held: Tensor, width: int | None) -> TopK:
         return Selection(index.unflatten(0, held.shape), count.view(held.shape))
 
     return topk
-
-
-def victim_slot(
-    scores: Tensor,
-    positions: Tensor,
-    seqlens: Tensor,
-    *,
-    current: Tensor,
-    sinks: Tensor,
-    recent: Tensor,
-) -> Tensor:
-    """The slot a decode step gives up: lowest score, then lowest position. int64 [B, HK].
-
-    scores fp32, positions int32 [B, HK, S]; seqlens int32 [B, HK] slots in use; current, sinks,
-    recent int32 [B]: tokens before `sinks` or after position current - recent are not considered.
-    """
-    slot = torch.arange(scores.shape[-1], device=scores.device)
-    candidate = slot < seqlens[..., None]
-    candidate &= positions >= sinks[:, None, None]
-    candidate &= positions <= (current - recent)[:, None, None]
-    scores = torch.where(candidate, scores.nan_to_num(nan=-torch.inf), torch.inf)
-    lowest = candidate & (scores == scores.amin(-1, keepdim=True))
-    return torch.where(lowest, positions, _LAST).argmin(-1)

@@ -101,6 +101,7 @@ class Policy(ABC):
     keeps: ClassVar[str]  # one line for tables: what survives
     paper: ClassVar[str]  # title and arXiv number
     stateful: ClassVar[bool] = False  # observe() maintains a score per slot
+    evicts_by: ClassVar[Literal["score", "position"]] = "score"  # a decode step drops the lowest
     ragged: ClassVar[bool] = False  # select() gives heads counts that only the device knows
     rerotates_sinks: ClassVar[bool] = False  # cached tokens get contiguous positions
 
@@ -116,15 +117,17 @@ class Policy(ABC):
         self, layer: int, phase: Phase, state: Tensor, columns: Tensor, positions: Tensor
     ) -> Tensor:
         """New per-slot state fp32 [B, HK, S] from the old one and the statistic; elementwise."""
-        return state
+        decay = self.decay(layer)
+        return state if decay is None else decay * state + columns
 
     @abstractmethod
     def score(self, layer: int, stats: Stats) -> Tensor:
         """fp32 [B, HK, S]; the lowest go first. Protected and padded keys may hold anything."""
 
-    def evict_score(self, layer: int, state: Tensor, positions: Tensor) -> Tensor:
-        """Score per slot, fp32 [B, HK, S], by which a decode step picks its victim (the lowest)."""
-        return state
+    def decay(self, layer: int) -> float | None:
+        """d if a decode step does state <- d * state + columns, which a kernel can do on the way;
+        None if `observe` does anything else then."""
+        return None
 
     def select(self, scores: Tensor, keep: Tensor, protected: Tensor, topk: TopK) -> Selection:
         """Keys that stay. keep: int32 [B, HK]; protected: bool [B, HK, S]."""

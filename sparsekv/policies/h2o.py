@@ -52,10 +52,8 @@ class H2O(Policy):
     def needs(self, layer: int, phase: Phase) -> Need:
         return Need("sum", rows=None, group=self.group)
 
-    def observe(
-        self, layer: int, phase: Phase, state: Tensor, columns: Tensor, positions: Tensor
-    ) -> Tensor:
-        return state + columns
+    def decay(self, layer: int) -> float:
+        return 1.0
 
     def score(self, layer: int, stats: Stats) -> Tensor:
         assert stats.state is not None, "h2o ranks by the state that observe() accumulated"

@@ -103,8 +103,10 @@ class LayerSplit(Policy):
     ) -> Tensor:
         if phase == "prefill":
             return columns
-        decay = 1.0 - 1.0 / self.window_rows if self.accum == "ema" else 1.0
-        return decay * state + columns
+        return super().observe(layer, phase, state, columns, positions)
+
+    def decay(self, layer: int) -> float:
+        return 1.0 - 1.0 / self.window_rows if self.accum == "ema" else 1.0
 
     def score(self, layer: int, stats: Stats) -> Tensor:
         assert stats.state is not None, "layersplit ranks by the state that observe() keeps"

@@ -35,6 +35,7 @@ class Streaming(Policy):
     name: ClassVar[str] = "streaming"
     keeps: ClassVar[str] = "attention sinks and the newest tokens"
     paper: ClassVar[str] = "StreamingLLM, arXiv 2309.17453"
+    evicts_by: ClassVar[Literal["score", "position"]] = "position"
 
     def __post_init__(self) -> None:
         positive("sinks", self.sinks, at_least=0)
@@ -53,6 +54,3 @@ class Streaming(Policy):
 
     def score(self, layer: int, stats: Stats) -> Tensor:
         return stats.positions.float()  # exact up to 2**24 tokens
-
-    def evict_score(self, layer: int, state: Tensor, positions: Tensor) -> Tensor:
-        return positions.float()

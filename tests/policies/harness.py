@@ -98,7 +98,8 @@ class Row:
 
     def _drop(self, token: int) -> None:
         """Remove the lowest score, the oldest of equals; `token` is the newest and counts."""
-        score = self.policy.evict_score(self.layer, self.state, self.positions).clone()
+        by_position = self.policy.evicts_by == "position"
+        score = self.positions.float() if by_position else self.state.clone()
         score[protected(self.positions, self.plan, token + 1)] = torch.inf
         assert score.isfinite().any(-1).all(), "no slot may be overwritten"
         lowest = torch.where(score == score.amin(-1, keepdim=True), self.positions, 2**30)
