@@ -40,7 +40,7 @@ def main() -> None:
 def tests(out: Path) -> None:
     """The GPU tests of the suite."""
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
-    _logged([*command, "-n", "4", "tests"], out / "tests.log")
+    _logged([*command, "-n", "10", "tests"], out / "tests.log")
 
 
 def sanitizer(out: Path) -> None:

@@ -48,7 +48,8 @@ class Limits:
     def on(self, device: torch.device, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """budget, sinks, recent of a layer on `device`, each int32 [B]."""
         if device not in self._device:
-            stacked = np.stack([self.budget, self.sinks, self.recent])
+            # Rows picked by index leave their axis strided, which the kernels refuse.
+            stacked = np.ascontiguousarray(np.stack([self.budget, self.sinks, self.recent]))
             self._device[device] = torch.from_numpy(stacked).to(device)
         budget, sinks, recent = self._device[device][:, layer]
         return budget, sinks, recent
