@@ -105,6 +105,14 @@ class Policy(ABC):
     ragged: ClassVar[bool] = False  # select() gives heads counts that only the device knows
     rerotates_sinks: ClassVar[bool] = False  # cached tokens get contiguous positions
 
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        if "observe" in vars(cls) and "decay" not in vars(cls) and cls.decay is not Policy.decay:
+            raise TypeError(
+                f"expected {cls.__name__} to say with decay() what its observe() does in a decode "
+                "step (None: no decay), got the decay of the class that it extends"
+            )
+
     @abstractmethod
     def plan(self, shape: ModelShape, tokens: int, budget: int) -> tuple[LayerPlan, ...]:
         """Per-layer plans for a row of `tokens` real tokens and an average `budget` per KV head."""

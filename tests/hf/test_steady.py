@@ -9,6 +9,8 @@ import pytest
 import torch
 from rig import POLICIES, Loop, kept, patched, prompt, tiny_llama
 
+import sparsekv
+from sparsekv.policies import H2O
 from sparsekv.steady import HostCount, addresses, advance, hold
 
 _BUDGETS = [16, 44, 200]  # in use from the first step, from the fifth, never
@@ -63,6 +65,29 @@ def test_advance_counts_as_a_step_does(policy, budget):
         assert counted.seen == state.seen and counted.held_steps == state.held_steps
         assert (counted.tokens == state.tokens).all()
         assert (counted.stores[0].lens == state.stores[0].lens).all()
+
+
+class _SlowH2O(H2O):
+    """H2O whose decode step is not declared as a decay, so that torch does it."""
+
+    def observe(self, layer, phase, state, columns, positions):
+        return state + columns
+
+    def decay(self, layer):
+        return None
+
+
+@pytest.mark.parametrize("steady", [False, True])
+def test_a_kernel_step_equals_observe(steady):
+    """`decay` is a short cut for `observe`, and nothing else."""
+    loops = [Loop(sparsekv.patch(tiny_llama(), policy, 24)) for policy in (H2O(), _SlowH2O())]
+    for ids in (prompt(40), *prompt(20, seed=9).T[..., None]):
+        quick, slow = (loop.feed(ids) for loop in loops)
+        torch.testing.assert_close(quick, slow, atol=1e-5, rtol=1e-5)
+        assert kept(loops[0].cache) == kept(loops[1].cache)
+        if steady and ids.shape[1] > 1:
+            for loop in loops:
+                hold(loop.cache.state, 12)
 
 
 def test_a_failed_capture_leaves_no_trace():

@@ -209,3 +209,12 @@ def test_unknown_policies_are_refused_by_name(wrong):
 def test_bad_hyper_parameters(cls, arguments):
     with pytest.raises(ValueError, match=r"expected .*, got "):
         cls(**arguments)
+
+
+def test_observe_without_decay_is_refused():
+    """A kernel would go on doing what the class above declared, and nobody would notice."""
+    with pytest.raises(TypeError, match=r"expected Half to say with decay\(\)"):
+
+        class Half(H2O):
+            def observe(self, layer, phase, state, columns, positions):
+                return state / 2 + columns
