@@ -2,10 +2,11 @@
 
     python benchmarks/gpu_check.py tests     OUT   # pytest -m gpu
     python benchmarks/gpu_check.py sanitizer OUT   # compute-sanitizer memcheck on small shapes
-    python benchmarks/gpu_check.py generate  OUT   # Llama-3-8B shape, random weights, 32 000 tokens
+    python benchmarks/gpu_check.py generate  OUT COMMIT   # Llama-3-8B shape, 32 000 tokens
 
-Each part writes OUT/<part>.log; `generate` also writes OUT/generate.json. Timings are a record of
-what ran, beside the dense model in the same process; they are no claim of speed.
+Each part writes OUT/<part>.log; `generate` writes OUT/generate.json with the commit it is told (the
+machine may have no git history). Weights are random. Timings are a record of what ran, beside the
+dense model in the same process; they are no claim of speed.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from sparsekv.hf.compat import output_cache
 PROMPT, NEW, BUDGET = 32_000, 32, 2048
 SMALL_PROMPT, SMALL_NEW, SMALL_BUDGET = 70, 6, 24
 ROOT = Path(__file__).resolve().parent.parent
+COMMIT = sys.argv[3] if len(sys.argv) > 3 else "not told"
 
 
 def main() -> None:
@@ -123,7 +125,6 @@ def _llama(size: dict) -> LlamaForCausalLM:
 
 
 def _machine() -> dict:
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT)
     return {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -131,14 +132,14 @@ def _machine() -> dict:
         "transformers": transformers.__version__,
         "python": platform.python_version(),
         "sparsekv": sparsekv.__version__,
-        "commit": commit.stdout.strip() or "unknown (no git on that machine)",
-        "command": "python benchmarks/gpu_check.py generate OUT",
+        "commit": COMMIT,
+        "command": "python benchmarks/gpu_check.py generate OUT COMMIT",
     }
 
 
 def _logged(command: list[str], log: Path) -> None:
     """Run, show and keep the output; exit as the command does."""
-    with log.open("w") as file:
+    with log.open("w", buffering=1) as file:  # by line: a run cut short leaves its log
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
         )
