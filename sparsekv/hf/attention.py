@@ -18,6 +18,7 @@ from sparsekv.headwise import Scores
 
 NAME = "sparsekv"
 KEY_MARK = "_sparsekv_layer"
+WINDOW_MARK = "_sparsekv_window"
 # The kv_offset by which the mask function knows that the cache is ours: no column is negative.
 OWN_CACHE = -1
 # Arguments of other attention variants that would change the result if they were ignored.
@@ -59,7 +60,8 @@ def attention_forward(
         if not (getattr(module, "is_causal", True) and kwargs.get("is_causal") is not False):
             raise ValueError("expected causal attention, got bidirectional attention")
         scores = Scores(scale, softcap, sinks)
-        return layer.attend(query, key, value, attention_mask, scores, sliding_window), None
+        window = sliding_window or getattr(attention_mask, WINDOW_MARK, None)
+        return layer.attend(query, key, value, attention_mask, scores, window), None
     if softcap is None and sinks is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scale,
@@ -122,4 +124,7 @@ def attention_mask(
         if not bool(attention_mask[:, -1].all()):
             raise ValueError("expected a real token in every row of a decode step, got padding")
         return None
+    if attention_mask is not None and kwargs.get("local_size") is not None:
+        # Models that build a sliding mask need not pass the window on; `self_test` asks for it.
+        setattr(attention_mask, WINDOW_MARK, kwargs["local_size"])
     return attention_mask

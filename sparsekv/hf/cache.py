@@ -37,6 +37,7 @@ class SparseLayer(CacheLayerMixin):
     def __init__(self, state: SparseState, layer: int) -> None:
         super().__init__()
         self.state, self.layer = state, layer
+        self.told_window: int | None = None  # what the model itself said last, for `self_test`
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Record that the layer is in use; pages are found when its attention runs."""
@@ -64,6 +65,7 @@ class SparseLayer(CacheLayerMixin):
         expected = self.state.layers[self.layer].window
         if window is not None and window != expected:
             raise ValueError(f"expected a sliding window of {expected}, got {window}")
+        self.told_window = window
         return attend(self.state, self.layer, q, k, v, mask, scores)
 
     def get_seq_length(self) -> int:

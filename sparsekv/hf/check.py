@@ -92,14 +92,15 @@ def self_test(model: PreTrainedModel, cache: Any) -> None:
     """Run eight equal tokens through a patched model and see what its attention did.
 
     Raises:
-        ValueError: a layer whose attention did not get the K and V that the cache returned, or
-            the reason why its attention cannot run.
+        ValueError: a layer whose attention did not get the K and V that the cache returned, a
+            window that only the config knows, or the reason why an attention cannot run.
     """
     training, name = model.training, type(model).__name__
     ids = torch.ones(1, _TEST_TOKENS, dtype=torch.long, device=model.device)
     model.eval()
     try:
-        model(input_ids=ids, use_cache=True, **{cache_key(model): cache})
+        forward = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": True}
+        model(**forward, **{cache_key(model): cache})
     finally:
         model.train(training)
     bypassed = [i for i, seen in enumerate(cache.state.seen) if seen != _TEST_TOKENS]
@@ -107,6 +108,12 @@ def self_test(model: PreTrainedModel, cache: Any) -> None:
         raise ValueError(
             f"expected the attention of {name} to use the K and V that the cache returns, got "
             f"others in layers {bypassed}"
+        )
+    sliding = [layer for layer in cache.layers if cache.state.layers[layer.layer].window]
+    if sliding and not any(layer.told_window for layer in sliding):
+        raise ValueError(
+            f"expected {name} to apply the sliding window of its config, got neither a sliding "
+            "mask nor a sliding_window argument"
         )
 
 

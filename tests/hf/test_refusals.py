@@ -87,6 +87,12 @@ def jetmoe() -> PreTrainedModel:
     return tiny("JetMoeConfig", num_local_experts=2, num_experts_per_tok=2, kv_channels=16)
 
 
+def moshi() -> PreTrainedModel:
+    """Its config has a sliding window that its attention does not apply to a prompt."""
+    config = transformers.MoshiConfig(**_TEXT, sliding_window=24, ffn_dim=64)
+    return transformers.MoshiForCausalLM(config)
+
+
 def bloom() -> PreTrainedModel:
     """ALiBi, in attention code of its own."""
     config = transformers.BloomConfig(vocab_size=128, hidden_size=64, n_layer=2, n_head=4)
@@ -116,6 +122,7 @@ REASONS: dict[Any, str] = {
     gemma3_vision: "expected a text-only decoder, got Gemma3ForConditionalGeneration",
     llava: "expected a text-only decoder, got LlavaForConditionalGeneration",
     jetmoe: "expected the attention of JetMoeForCausalLM to use the K and V that the cache returns",
+    moshi: "expected MoshiForCausalLM to apply the sliding window of its config",
     bloom: "expected a model whose attention function can be chosen, got BloomForCausalLM",
     roberta: "expected causal attention, got bidirectional attention",
     bert: "expected a causal language model that can generate, got BertLMHeadModel",
