@@ -22,6 +22,7 @@ from sparsekv.steady import HostCount, addresses, advance, hold
 # Decode steps whose pages are found in advance; when they are used up, the next are, and the
 # graph is captured again.
 _HELD_STEPS = 2048
+_UNTOLD_STEPS = 256
 _FORWARD = ("input_ids", "position_ids", "attention_mask", "use_cache", "logits_to_keep")
 
 
@@ -64,7 +65,8 @@ class GraphedDecode:
             return self.model(**inputs)
         if not cache.state.held_steps:
             left = (cache.state.max_columns or 0) - cache.get_seq_length()
-            hold(cache.state, min(max(left, 1), _HELD_STEPS))
+            # Given only the new tokens of a turn, generate counts its limit without the old ones.
+            hold(cache.state, min(left, _HELD_STEPS) if left > 0 else _UNTOLD_STEPS)
             self.graph = None
             return self.model(**inputs)
         if self.graph is None or addresses(cache.state) != self.memory:
