@@ -175,18 +175,23 @@ def _append_chunk(store: PagedKVCache, local: int, part: Part, k: Tensor, v: Ten
     rows = part.on(k.device)
     host = store.lens[local] + part.lengths[:, None].astype(np.int32)
     store.ensure(np.array([local]), (host - store.lens[local])[None], np.array([True]))
-    lens = store.seqlens[local]
-    rank = torch.arange(part.tokens, dtype=torch.int32, device=k.device) - rows.pad[:, None]
-    slots = torch.where(rank[:, None] >= 0, lens[..., None] + rank[:, None], -1)
-    store.append(local, k, v, slots, (rank + rows.before[:, None])[:, None].expand_as(slots))
+    lens, positions = store.seqlens[local], _positions(part, k.device)[:, None]
+    first = lens[..., None] - rows.before[:, None, None]  # slot of the token at position 0
+    slots = torch.where(positions >= 0, first + positions, -1)
+    store.append(local, k, v, slots, positions.expand_as(slots))
     store.set_lens(local, lens + rows.used[:, None], host)
 
 
 def _queries(q: Tensor, part: Part) -> Queries:
-    """All T queries of a part with their positions; padding sits at -1."""
-    rows = part.on(q.device)
-    rank = torch.arange(part.tokens, dtype=torch.int32, device=q.device) - rows.pad[:, None]
-    return Queries(q, torch.where(rank >= 0, rank + rows.before[:, None], -1), rows.used)
+    """All T queries of a part with their positions."""
+    return Queries(q, _positions(part, q.device), part.on(q.device).used)
+
+
+def _positions(part: Part, device: torch.device) -> Tensor:
+    """Positions of the tokens of a part, int32 [B, T]; padding sits at -1."""
+    rows = part.on(device)
+    rank = torch.arange(part.tokens, dtype=torch.int32, device=device) - rows.pad[:, None]
+    return torch.where(rank >= 0, rank + rows.before[:, None], -1)
 
 
 def _position_order(store: PagedKVCache, local: int) -> tuple[Tensor, Tensor]:
@@ -254,11 +259,10 @@ def _decode(
     store, local = state.store(layer)
     pool, spec = store.pool, state.layers[layer]
     if state.recording:
-        state.open_round(layer)
-    state.queries.pop(layer, None)
-    if state.recording:
+        state.open_round(layer)  # remembers the queries that go below
         state.log[layer].append((part, q, k, v, scores))
         store.ensure(np.array([local]), np.ones_like(store.lens[:1]), state.rewrites[[layer]])
+    state.queries.pop(layer, None)
     _append_token(state, layer, part, k, v)
     _shift_sinks(state, layer, part)
     ordinal = state.ordinal.get(layer)

@@ -158,7 +158,7 @@ class PagedKVCache:
         return self.pool.k_pages[page, order % size], self.pool.v_pages[page, order % size]
 
     def compact(self, layer: int, keep: Tensor, host: np.ndarray | None) -> None:
-        """Keep the slots marked in `keep` bool [B, HK, S] and give back what is free then.
+        """Keep the slots marked in `keep` bool [B, HK, S]; `trim` gives back the pages left over.
 
         host: int [B, HK] the kept counts if they are known without asking the device.
         """

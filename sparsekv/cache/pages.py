@@ -66,12 +66,8 @@ class PagePool:
         # A new pool is sized exactly: the caller has planned all layers.
         extra = missing if self.num_pages == 0 else max(missing, int(self.num_pages * _GROWTH))
         old = len(self.refcount)
-        for name in (
-            "k_pages",
-            "v_pages",
-            "positions",
-            "scores",
-        ):  # one after the other: lower peak
+        # One after the other, so that at most one tensor exists twice.
+        for name in ("k_pages", "v_pages", "positions", "scores"):
             setattr(self, name, _grown(getattr(self, name), old + extra))
         self.refcount = np.concatenate([self.refcount, np.zeros(extra, dtype=np.int32)])
         self._free.extend(range(old + extra - 1, old - 1, -1))

@@ -26,11 +26,10 @@ _UNTOLD_STEPS = 256
 _FORWARD = ("input_ids", "position_ids", "attention_mask", "use_cache", "logits_to_keep")
 
 
-def can_graph(model: PreTrainedModel, cache: Any, generation_config: Any) -> bool:
+def can_graph(model: PreTrainedModel, cache: SparseCache, generation_config: Any) -> bool:
     """Whether a generation is worth a graph at all; what this refuses runs as always."""
     return (
-        isinstance(cache, SparseCache)
-        and model.device.type == "cuda"
+        model.device.type == "cuda"
         and not generation_config.disable_compile
         and generation_config.num_beams == 1
         and not generation_config.is_assistant

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._common import ARCHS, LN2, LOG2E, launch_options, padded_head_dim
+from ._common import ARCHS, LN2, LOG2E, AotRow, launch_options, padded_head_dim
 
 BLOCK_C = 16  # chunks a step of the merge
 BLOCK_S = 512  # slots a program of the probabilities
@@ -187,12 +187,9 @@ def probabilities(
     return probs
 
 
-_Aot = tuple[Any, dict[str, str], dict[str, Any], dict[str, Any], str]
-
-
-def merge_signatures() -> list[_Aot]:
+def merge_signatures() -> list[AotRow]:
     """Rows of `aot_signatures` for both kernels, with G = 4."""
-    rows: list[_Aot] = []
+    rows: list[AotRow] = []
     types = "*fp32 *fp32 *i32 *bf16 *bf16 *fp32 i32" + " constexpr" * 5
     signature = dict(zip(combine_kernel.arg_names, types.split(), strict=True))
     constexprs: dict[str, Any] = {"G": 4, "CHUNK": 256, "BLOCK_C": BLOCK_C}

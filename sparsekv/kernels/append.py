@@ -12,8 +12,6 @@ A program copies BLOCK_T tokens of one head; rows of K and V move as whole vecto
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -22,6 +20,7 @@ from torch import Tensor
 from ._common import (
     ARCHS,
     MAX_HEAD_DIM,
+    AotRow,
     check_dtype,
     check_last_contiguous,
     check_shape,
@@ -227,7 +226,7 @@ def append_kv(
     run(*sources, index=index, token_scores=token_scores)
 
 
-def aot_signatures() -> list[tuple[Any, dict[str, str], dict[str, Any], dict[str, Any], str]]:
+def aot_signatures() -> list[AotRow]:
     """(kernel, signature, constexprs, launch options, arch); with index and scores, P = 16."""
     types = "*bf16 " * 4 + "*i32 *fp32 " + "*i32 " * 4 + "*fp32 " + "i32 " * 13 + "constexpr " * 4
     signature = dict(zip(_append_kernel.arg_names, types.split(), strict=True))

@@ -16,8 +16,6 @@ BLOCK_R moves copy the records. Nothing is sized by a count on the host.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -25,6 +23,7 @@ from torch import Tensor
 
 from ._common import (
     ARCHS,
+    AotRow,
     check_dtype,
     check_last_contiguous,
     check_shape,
@@ -235,13 +234,13 @@ def compact_kv(
     return run(keep, k_pages, v_pages, positions, scores, block_table, cache_seqlens)
 
 
-def aot_signatures() -> list[tuple[Any, dict[str, str], dict[str, Any], dict[str, Any], str]]:
+def aot_signatures() -> list[AotRow]:
     """(kernel, signature, constexprs, launch options, arch) with P = 16."""
     types = "*u8 " + "*i32 " * 5 + "i32 " * 4 + "constexpr "
     rank = dict(zip(_rank_kernel.arg_names, types.split(), strict=True))
     types = "*bf16 *bf16 *i32 *fp32 " + "*i32 " * 4 + "i32 " * 7 + "constexpr " * 4
     move = dict(zip(_move_kernel.arg_names, types.split(), strict=True))
-    rows: list[tuple[Any, dict[str, str], dict[str, Any], dict[str, Any], str]] = []
+    rows: list[AotRow] = []
     for arch in ARCHS:
         rows.append((_rank_kernel, rank, {"BLOCK_S": _BLOCK_S}, launch_options(4, 1), arch))
         for d in (64, 128, 256) if arch == "sm90" else (128,):

@@ -29,6 +29,7 @@ from ._common import (
     ARCHS,
     DTYPES,
     LOG2E,
+    AotRow,
     base2_logits,
     check_dtype,
     check_last_contiguous,
@@ -347,15 +348,12 @@ def paged_decode_attention(
     )
 
 
-_Aot = tuple[Any, dict[str, str], dict[str, Any], dict[str, Any], str]
-
-
-def aot_signatures() -> list[_Aot]:
+def aot_signatures() -> list[AotRow]:
     """(kernel, signature, constexprs, launch options, arch) of every shipped configuration.
 
     G = 4, P = 16: the plain kernel, the one that writes probabilities, the one with all features.
     """
-    rows: list[_Aot] = []
+    rows: list[AotRow] = []
     for arch, d in ((arch, d) for arch in ARCHS for d in _HEAD_DIMS):
         block_n, num_warps, num_stages = _CONFIG[arch, d]
         plain = ((False, False), (True, False)) if arch == "sm90" else ()  # sm90 budgets registers

@@ -17,7 +17,7 @@ does the same work whether or not the budget is in use.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import triton
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ._common import (
     ARCHS,
+    AotRow,
     aot_row,
     check_dtype,
     check_last_contiguous,
@@ -217,7 +218,7 @@ def evict_slot(
     )  # fmt: skip
 
 
-def aot_signatures() -> list[tuple[Any, dict[str, str], dict[str, Any], dict[str, Any], str]]:
+def aot_signatures() -> list[AotRow]:
     """(kernel, signature, constexprs, launch options, arch) with P = 16, D = 128."""
     ints = ("positions", "block_table", "seqlens", "current", "budget", "sinks", "recent")
     types = dict.fromkeys(ints, "*i32") | dict.fromkeys(("k_pages", "v_pages"), "*bf16")

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._common import ARCHS, arch_of, check_dtype, check_shape, launch_options
+from ._common import ARCHS, AotRow, arch_of, check_dtype, check_shape, launch_options
 
 # arch -> (BLOCK slots a step, num_warps)
 _CONFIG = dict.fromkeys(ARCHS, (4096, 16)) | {"cpu": (256, 4)}
@@ -224,7 +224,7 @@ def select_topk(
     return run(scores, seqlens, k, protected=protected, max_k=max_k)
 
 
-def aot_signatures() -> list[tuple[Any, dict[str, str], dict[str, Any], dict[str, Any], str]]:
+def aot_signatures() -> list[AotRow]:
     """(kernel, signature, constexprs, launch options, arch) of every shipped configuration."""
     rows = []
     for arch in ARCHS:
