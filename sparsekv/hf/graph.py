@@ -79,12 +79,13 @@ class GraphedDecode:
         if self.graph is None or addresses(cache.state) != self.memory:
             if not self._capture(inputs, cache):
                 return self.model(**inputs)
+            assert self.graph is not None
+            self.graph.replay()
         else:
             for name, static in self.inputs.items():
                 static.copy_(inputs[name])
-            advance(cache.state)
-        assert self.graph is not None
-        self.graph.replay()
+            self.graph.replay()
+            advance(cache.state)  # the host counts while the device works
         return self.output
 
     def _plain(self, inputs: dict[str, Any], cache: SparseCache) -> bool:

@@ -48,6 +48,7 @@ class Patch:
     attn_implementation: str
     sink_shift: SinkShift | None
     compiled: CompiledStep | None
+    defer_eviction: bool
 
 
 def patch(
@@ -57,6 +58,7 @@ def patch(
     *,
     page_size: int = 16,
     compile: bool = False,
+    defer_eviction: bool = False,
 ) -> Model:
     """Make `model.generate` use a sparse KV cache. Returns the same model.
 
@@ -69,6 +71,9 @@ def patch(
         page_size: slots a page, 16, 32 or 64.
         compile: let torch.compile make the decode step that is captured on a GPU. The first
             generation with every batch size takes half a minute longer, later ones are faster.
+        defer_eviction: with `generate(prefill_chunk_size=...)`, evict after the last chunk and not
+            after each: the same tokens stay as without chunks, but the whole prompt is cached
+            until then.
 
     Raises:
         ValueError: an unknown policy, a bad budget, or a model that cannot be served; the model is
@@ -85,7 +90,9 @@ def patch(
     register()
     model.set_attn_implementation(NAME)
     compiled = CompiledStep() if compile else None
-    model.__dict__[_RECORD] = Patch(chosen, budget, page_size, before, shift, compiled)
+    model.__dict__[_RECORD] = Patch(
+        chosen, budget, page_size, before, shift, compiled, defer_eviction
+    )
     for name, method in _METHODS.items():
         model.__dict__.setdefault(name, types.MethodType(method, model))
     try:
@@ -119,6 +126,7 @@ def new_cache(model: PreTrainedModel) -> SparseCache:
     return SparseCache(
         record.policy, record.budget, layer_specs(model),
         page_size=record.page_size, sink_shift=record.sink_shift,
+        defer_eviction=record.defer_eviction,
     )  # fmt: skip
 
 
