@@ -63,7 +63,7 @@ def test_graph_replays_equal_ordinary_steps(policy, budget):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_compiled_replays_equal_ordinary_steps(policy):
-    """patch(compile=True): the same kept sets and, in fp32, the same tokens; runs repeat bitwise."""
+    """patch(compile=True): in fp32 the same tokens and kept sets; runs repeat bitwise."""
     model = patched(_model(torch.float32), policy, _PROMPT + 10, compile=True)
     ids = prompt(_PROMPT).cuda()
     first, again = greedy(model, ids, new=_NEW), greedy(model, ids, new=_NEW)

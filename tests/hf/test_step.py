@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 from families import FAMILIES, build
-from rig import POLICIES, Loop, kept, patched, prompt, tiny_llama
+from rig import POLICIES, kept, patched, prompt, tiny_llama
 
 import sparsekv
 from sparsekv.hf.compat import cache_key
