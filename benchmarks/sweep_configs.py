@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import triton
+from sweep_gluon import prefill_gluon
 from sweep_variants import columns_variant, prefill_variant
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -35,6 +36,7 @@ from sparsekv.kernels.prefill import prefill_attention
 HQ, HK, D = 32, 8, 128
 START = time.monotonic()
 ROWS: list[dict[str, Any]] = []
+SAVE: list[Path] = []
 Spec = tuple[str, dict[str, Any]]
 
 # The most promising first; a later one is skipped when the time is up.
@@ -72,6 +74,14 @@ PREFILL: list[dict[str, Any]] = [
     {"HEADS_X": 4, "maxnreg": 160},
     {"HEADS_X": 32, "USE_TMA": False},
 ]
+# Hand-scheduled: a producer warp and two consumer warpgroups.
+GLUON: list[dict[str, Any]] = [
+    {"BN": bn, "ST": st, "HEADS_X": hx, "PERSISTENT": p}
+    for bn, st, hx, p in (
+        (128, 2, 32, 0), (128, 2, 4, 0), (128, 2, 4, 1), (128, 2, 32, 1), (64, 4, 4, 0),
+        (64, 4, 32, 0), (64, 4, 4, 1), (64, 2, 4, 0), (128, 2, 8, 1),
+    )
+]  # fmt: skip
 PREFILL_SHAPES = [(1, 4096), (1, 16384), (4, 4096), (1, 32768), (4, 16384), (4, 32768)]
 
 _ALL_ROWS: list[dict[str, Any]] = [
@@ -129,6 +139,7 @@ def main() -> None:
     specs: list[Spec] = []
     if "prefill" in names:
         specs += [("flashinfer", {"backend": b}) for b in ("fa3", "fa2")]
+        specs += [("gluon", o) for o in GLUON]
         specs += [("prefill", o) for o in PREFILL]
     if "columns" in names:
         specs += [("columns", o) for o in _ALL_ROWS]
@@ -136,7 +147,7 @@ def main() -> None:
     if "decode" in names:
         specs += [("decode", {"chunk": c, "tile": t}) for t in TILES for c in CHUNKS]
     bad = _compile_all(specs, limit=60.0)
-    save = args.out / "sweep.json"
+    SAVE.append(args.out / "sweep.json")
     weights = {"prefill": 0.6, "columns": 0.6, "decode": 1.0}
     for name in names:
         left = args.seconds - (time.monotonic() - START)
@@ -147,8 +158,12 @@ def main() -> None:
             )
         except Exception:
             traceback.print_exc()
-        save.write_text(json.dumps({"machine": _machine(), "rows": ROWS}, indent=1))
-    print(f"done after {time.monotonic() - START:.0f} s, {len(ROWS)} rows in {save}", flush=True)
+        _save()
+    print(f"done after {time.monotonic() - START:.0f} s, {len(ROWS)} rows", flush=True)
+
+
+def _save() -> None:
+    SAVE[0].write_text(json.dumps({"machine": _machine(), "rows": ROWS}, indent=1))
 
 
 def _machine() -> dict[str, str]:
@@ -176,7 +191,9 @@ def _compile_one(spec: Spec) -> str | None:
             _flashinfer(*_qkv(1, 1024), 1, options["backend"])()
         else:
             q, k, v = _qkv(1, 1024)
-            if kind == "prefill":
+            if kind == "gluon":  # also long enough to show a hang here, where it can be ended
+                prefill_gluon(*_qkv(2, 4096), 2, options)()
+            elif kind == "prefill":
                 prefill_variant(q, k, v, 1, options)()
             else:
                 columns_variant(q, k, torch.ones(HQ, 1024, device="cuda"), 1, 64, options)()
@@ -192,7 +209,8 @@ def _compile_all(specs: list[Spec], limit: float) -> dict[str, str]:
     began = time.monotonic()
     pool = ProcessPoolExecutor(14, mp_context=multiprocessing.get_context("spawn"))
     futures = {_key(spec): pool.submit(_compile_one, spec) for spec in specs}
-    ours = [future for key, future in futures.items() if not key.startswith("flashinfer")]
+    risky = ("flashinfer", "gluon")  # a long build, a hang
+    ours = [future for key, future in futures.items() if not key.startswith(risky)]
     wait(ours, timeout=limit)
     wait(futures.values(), timeout=max(0.0, 40.0 - (time.monotonic() - began)))
     for key, future in futures.items():
@@ -287,6 +305,7 @@ def _report(part: str, shape: str, ms: dict[str, float], errors: dict[str, float
         error = f"{errors[name]:.1e}" if name in errors else "-"
         print(f"  {ms[name]:9.4f} ms {amount / ms[name]:7.1f} {unit} {ratio} err {error}  {name}")
     sys.stdout.flush()
+    _save()
 
 
 def _failed(part: str, shape: str, name: str, error: Exception) -> None:
@@ -359,6 +378,9 @@ def _prefill(bad: dict[str, str], until: float) -> None:
         for options in PREFILL:
             if _key(("prefill", options)) not in bad:
                 runs[_name(options)] = prefill_variant(q, k, v, B, options)
+        for options in GLUON:
+            if _key(("gluon", options)) not in bad:
+                runs["gluon " + _name(options)] = prefill_gluon(q, k, v, B, options)
         want = runs["sdpa_fa2"]().transpose(1, 2).reshape(B * T, HQ, D)
         want_lse = runs["product"]()[1]
         errors: dict[str, float] = {}
