@@ -60,7 +60,7 @@ def _softmax(S, m, l, scale, diag, MASK: gl.constexpr, mma_s: gl.constexpr, BN: 
 
 @gluon.jit
 def _steps(
-    acc, p, m, l, q, k_s, v_s, k_full, k_free, v_full, v_free, it, lo, hi, scale, rows,
+    acc, p, m, l, q, k_s, v_s, k_full, k_free, v_full, v_free, l_s, it, lo, hi, scale, rows,
     MASK: gl.constexpr, mma_s: gl.constexpr, mma_o: gl.constexpr, p_layout: gl.constexpr,
     ST: gl.constexpr, BN: gl.constexpr,
 ):  # fmt: skip
@@ -76,7 +76,9 @@ def _steps(
         S = warpgroup_mma_wait(1, deps=(S,))
         mbarrier.arrive(k_free.index(ki % ST), count=1)
         p32, m, l, alpha = _softmax(S, m, l, scale, rows - j * BN, MASK, mma_s, BN)
-        # p32 goes through the wait, or the compiler would sink its exp2 below it.
+        # The row sums are written out (and never read): the assembler keeps memory operations in
+        # front of the wait, and with them the exp2 that it would sink below it.
+        l_s.store(l)
         acc, p32 = warpgroup_mma_wait(0, deps=(acc, p32))
         mbarrier.arrive(v_free.index(vi % ST), count=1)
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, mma_o))[:, None]
@@ -87,8 +89,8 @@ def _steps(
 @gluon.jit
 def _consumer(
     W: gl.constexpr, od, lse, T, B, tiles, scale, q_s, k_s, v_s, q_full, q_free, k_full, k_free,
-    v_full, v_free, HQ: gl.constexpr, HEADS_X: gl.constexpr, ST: gl.constexpr, BN: gl.constexpr,
-    D: gl.constexpr,
+    v_full, v_free, l_all, HQ: gl.constexpr, HEADS_X: gl.constexpr, ST: gl.constexpr,
+    BN: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     mma_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     mma_o: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -96,6 +98,7 @@ def _consumer(
     r_layout: gl.constexpr = gl.SliceLayout(1, mma_s)
     it = 0
     q = q_s.index(W)
+    l_s = l_all.index(W)
     for r in range(gl.cdiv(tiles - gl.program_id(0), gl.num_programs(0))):
         _tile, head, m0, n = _tile_of(r, tiles, T, HEADS_X, HQ, 128)
         rows = m0 + W * 64 + gl.arange(0, 64, r_layout)
@@ -114,11 +117,13 @@ def _consumer(
         p = gl.convert_layout(p32.to(gl.bfloat16), p_layout)
         full = gl.maximum(full, 1)
         acc, p, m, l = _steps(
-            acc, p, m, l, q, k_s, v_s, k_full, k_free, v_full, v_free, it, 1, full, scale, rows,
+            acc, p, m, l, q, k_s, v_s, k_full, k_free, v_full, v_free, l_s, it, 1, full, scale,
+            rows,
             False, mma_s, mma_o, p_layout, ST, BN,
         )  # fmt: skip
         acc, p, m, l = _steps(
-            acc, p, m, l, q, k_s, v_s, k_full, k_free, v_full, v_free, it, full, hi, scale, rows,
+            acc, p, m, l, q, k_s, v_s, k_full, k_free, v_full, v_free, l_s, it, full, hi, scale,
+            rows,
             True, mma_s, mma_o, p_layout, ST, BN,
         )  # fmt: skip
         vi = it + hi - 1
@@ -181,6 +186,7 @@ def prefill_gluon_kernel(
     k_free = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
     v_free = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
+    l_all = gl.allocate_shared_memory(gl.float32, [2, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     for w in gl.static_range(2):
         mbarrier.init(q_full.index(w), count=1)
         mbarrier.init(q_free.index(w), count=1)
@@ -196,14 +202,14 @@ def prefill_gluon_kernel(
                 _consumer,
                 (
                     0, od, lse, T, B, tiles, scale, q_s, k_s, v_s, q_full, q_free, k_full, k_free,
-                    v_full, v_free, HQ, HEADS_X, ST, BN, D,
+                    v_full, v_free, l_all, HQ, HEADS_X, ST, BN, D,
                 ),
             ),
             (
                 _consumer,
                 (
                     1, od, lse, T, B, tiles, scale, q_s, k_s, v_s, q_full, q_free, k_full, k_free,
-                    v_full, v_free, HQ, HEADS_X, ST, BN, D,
+                    v_full, v_free, l_all, HQ, HEADS_X, ST, BN, D,
                 ),
             ),
             (
