@@ -107,7 +107,8 @@ def _context(device: str, quick: bool) -> Context:
     if chosen.type == "cuda":
         if not torch.cuda.is_available():
             raise ValueError(f"expected a CUDA device for --device {device}, got none")
-        torch.cuda.set_device(chosen)
+        if chosen.index is not None:
+            torch.cuda.set_device(chosen)
         return Context(chosen, rounds=1 if quick else 3, rep_ms=30.0 if quick else 60.0)
     if not quick:
         raise ValueError("expected --quick on a CPU, which measures nothing of worth, got none")

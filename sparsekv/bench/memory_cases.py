@@ -60,9 +60,13 @@ def _contenders(make: Callable[[Callable[[Context], Any], dict], Factory]) -> di
     }
 
 
-def _case(what: str, shape: Shape, inputs: Any, make: Any, **kwargs: Any) -> Case:
+def _case(
+    what: str, shape: Shape, inputs: Any, make: Any, without: tuple[str, ...] = (), **kwargs: Any
+) -> Case:
     contenders = _contenders(make)
     ours = contenders.pop("ours")
+    for name in without:
+        contenders.pop(name)
     return Case(
         what, "memory", shape, inputs, ours, contenders, measure="samples", rounds=1, **kwargs
     )
@@ -77,6 +81,7 @@ def _after_prefill(tiny: bool, rows: int, tokens: int) -> Case:
         {"B": rows, "S": tokens, "budget": _TINY_BUDGET if tiny else _BUDGET},
         lambda context: prompt(context, rows, tokens),
         _kv_after_prefill,
+        without=("hf_dynamic_chunked",),  # long, and the lengths below have it
         unit="MiB",
         target=target(
             "≤ 1.05× the kept bytes; peak ≤ (weights + kept + one layer's fresh K/V) + 5 %",

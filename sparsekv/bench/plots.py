@@ -11,10 +11,11 @@ from sparsekv.bench.policy_cases import BY_CONTEXT
 from sparsekv.bench.results import Results, Row
 
 _KERNEL_GROUPS = ("prefill", "decode", "cache")
-# (what of the rows, axis, file)
+# (what of the rows, which figure of them, axis, file)
 _CURVES = (
-    (BY_CONTEXT, "ms a token, B=1", "token_time.png"),
-    (BY_LENGTH, "KV MiB, B=1", "kv_memory.png"),
+    (BY_CONTEXT, "value", "ms a token, B=1", "token_time.png"),
+    (BY_LENGTH, "value", "KV MiB, B=1", "kv_memory.png"),
+    (BY_LENGTH, "peak_mib", "peak MiB over the weights, B=1", "peak_memory.png"),
 )
 _DPI = 130
 
@@ -26,8 +27,8 @@ def draw(results: Results, out: Path) -> list[Path]:
     """
     plt = _pyplot()
     drawn = [_bars(plt, results, group, out) for group in _KERNEL_GROUPS]
-    for what, label, name in _CURVES:
-        drawn.append(_lines(plt, _points(results.rows, what), label, out / name))
+    for what, key, label, name in _CURVES:
+        drawn.append(_lines(plt, _points(results.rows, what, key), label, out / name))
     return [path for path in drawn if path is not None]
 
 
@@ -65,12 +66,13 @@ def _bars(plt: Any, results: Results, group: str, out: Path) -> Path | None:
     return _save(plt, figure, out / f"{group}_roof.png")
 
 
-def _points(rows: Iterable[Row], what: str) -> dict[str, list[tuple[float, float]]]:
-    """A line a contender: (prompt tokens, value)."""
+def _points(rows: Iterable[Row], what: str, key: str) -> dict[str, list[tuple[float, float]]]:
+    """A line a contender: (prompt tokens, the row's value or another of its figures)."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
-        if row.what == what and row.value is not None:
-            lines.setdefault(row.contender, []).append((float(row.shape["S"]), row.value))
+        y = row.value if key == "value" else row.extra.get(key)
+        if row.what == what and y is not None:
+            lines.setdefault(row.contender, []).append((float(row.shape["S"]), y))
     return lines
 
 

@@ -88,12 +88,15 @@ def _measure(case: Case, inputs: Any, context: Context, limits: Mapping[str, flo
         made = _try(rows[name], partial(_prepared, case, factory, inputs, context))
         if made is not None:
             ready[name] = made
+        elif rows[name].status == FAILED:
+            _free(context)
     found: dict[str, list[Round]] = {name: [] for name in ready}
     for _ in range(min(case.rounds or context.rounds, context.rounds)):
         for name in list(ready):
             one = _try(rows[name], ready[name])
             if one is None:
                 del ready[name], found[name]
+                _free(context)
             else:
                 found[name].append(one)
     for name, rounds in found.items():
@@ -114,9 +117,6 @@ def _try(row: Row, action: Callable[[], Any]) -> Any:
         row.status, row.reason = MISSING, str(error)
     except Exception as error:  # whatever a peer raises is a result, not the end of the run
         row.status, row.reason = FAILED, _reason(error)
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
     return None
 
 
@@ -126,6 +126,7 @@ def _reason(error: Exception) -> str:
 
 
 def _free(context: Context) -> None:
-    gc.collect()
+    """Give the device's memory back; on a CPU the collector takes longer than the cases."""
     if context.on_gpu:
+        gc.collect()
         torch.cuda.empty_cache()
