@@ -1,4 +1,4 @@
-"""The `sparsekv` command: generate, policies, demo.
+"""The `sparsekv` command: generate, policies, demo, bench.
 
 Text goes to stdout; progress and figures go to stderr. A user's mistake is one line,
 `error: expected X, got Y`, and exit code 2.
@@ -21,6 +21,7 @@ from transformers.utils import logging
 
 import sparsekv
 from sparsekv import models
+from sparsekv.bench.cli import register as register_bench
 from sparsekv.demo import run_demo
 from sparsekv.generation import Run, encode, generate_shown
 from sparsekv.policies import get_policy, resolve_budget
@@ -225,3 +226,6 @@ def demo(
     with spinning("loading the model"):
         network, tokenizer = models.load(model, device, dtype)
     run_demo(network, tokenizer, chosen, size)
+
+
+register_bench(APP, user_errors)

@@ -22,7 +22,7 @@ POLICIES = [f for f in POLICIES if f not in ("policies/base.py", "policies/budge
 
 MAX_FILE, MAX_FUNCTION, MAX_KERNEL = 400, 40, 120
 # hf | vllm | engine | parallel | reuse -> attention -> kernels, cache, policies; cache -> kernels.
-CALLERS = {"hf", "vllm", "engine", "parallel", "reuse", "cli"}
+CALLERS = {"bench", "hf", "vllm", "engine", "parallel", "reuse", "cli"}
 MAY_IMPORT = {"cache": {"cache", "kernels"}, "policies": {"policies"}, "kernels": {"kernels"}}
 THIRD_PARTY = {"policies": {"torch"}, "kernels": {"torch", "triton"}}
 ENVIRONMENT = ("os.environ", "os.getenv")

@@ -1,0 +1,115 @@
+"""Markdown tables of result files, written between two markers of a README."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from sparsekv.bench.results import MEASURED, Results, Row
+
+BEGIN = "<!-- sparsekv bench table: begin -->"
+END = "<!-- sparsekv bench table: end -->"
+_MACHINE = ("device", "driver", "torch", "triton", "transformers", "python", "commit", "date")
+
+
+def tables(results: Sequence[Results]) -> str:
+    """One table for each `what`; of a case that several files measured, the last counts."""
+    chosen: dict[str, list[Row]] = {}
+    for result in results:
+        for name, rows in _by_case(result.rows).items():
+            if name not in chosen or any(row.status == MEASURED for row in rows):
+                chosen[name] = rows
+    kinds: dict[str, list[list[Row]]] = {}
+    for rows in chosen.values():
+        kinds.setdefault(f"{rows[0].group}: {rows[0].what}", []).append(rows)
+    parts = [_sources(results)]
+    parts += [f"### {kind}\n\n{_table(cases)}" for kind, cases in kinds.items()]
+    absent = _absent(row for rows in chosen.values() for row in rows)
+    if absent:
+        parts.append("### Not measured\n\n" + absent)
+    return "\n\n".join(parts)
+
+
+def put(readme: Path, text: str) -> None:
+    """Replace what stands between the markers; a file that does not exist is made.
+
+    Raises ValueError if the file has no markers.
+    """
+    block = f"{BEGIN}\n\n{text}\n\n{END}"
+    if not readme.exists():
+        readme.write_text(f"# Benchmarks\n\n{block}\n", encoding="utf-8")
+        return
+    old = readme.read_text(encoding="utf-8")
+    if BEGIN not in old or END not in old:
+        raise ValueError(f"expected {str(readme)!r} to have the lines {BEGIN!r} and {END!r}")
+    before, rest = old.split(BEGIN, 1)
+    readme.write_text(before + block + rest.split(END, 1)[1], encoding="utf-8")
+
+
+def _by_case(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row.case, []).append(row)
+    return found
+
+
+def _sources(results: Sequence[Results]) -> str:
+    lines = []
+    for result in results:
+        about = ", ".join(
+            f"{key} {result.machine[key]}" for key in _MACHINE if key in result.machine
+        )
+        limits = ", ".join(f"{key} {value:.4g}" for key, value in result.ceilings.items())
+        lines.append(f"- {about}; ceilings measured in the same run: {limits}")
+    return "\n".join(lines)
+
+
+def _table(cases: Sequence[Sequence[Row]]) -> str:
+    """Columns: what, shape, ours, each peer, best peer / ours, roof, target, met,
+    and what else our run gave.
+    """
+    peers = list(
+        dict.fromkeys(r.contender for rows in cases for r in rows if r.contender != "ours")
+    )
+    head = ["what", "shape", "ours", *peers, "ratio", "roof", "target", "met", "also"]
+    lines = [head, ["---"] * len(head)]
+    for rows in cases:
+        by_name = {row.contender: row for row in rows}
+        ours = by_name["ours"]
+        ratios = [r.ratio for r in rows if r.ratio is not None and "ours" not in r.contender]
+        lines.append(
+            [
+                ours.what,
+                " ".join(f"{key}={value}" for key, value in ours.shape.items()),
+                shown(ours),
+                *(shown(by_name[name]) if name in by_name else "" for name in peers),
+                f"{min(ratios):.2f}×" if ratios else "",
+                f"{ours.roof:.0%}" if ours.roof is not None else "",
+                ours.target,
+                ours.met,
+                ", ".join(f"{key} {value:.4g}" for key, value in ours.extra.items()),
+            ]
+        )
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def shown(row: Row) -> str:
+    """A row in one cell: "0.531 ms (1.20×)", or its status."""
+    if row.value is None:
+        return row.status
+    small = row.unit == "ms" and row.value < 0.1
+    value = f"{row.value * 1e3:.1f} µs" if small else f"{row.value:.4g} {row.unit}"
+    return value if row.ratio is None else f"{value} ({row.ratio:.2f}×)"
+
+
+def _absent(rows: Iterable[Row]) -> str:
+    """Reasons, each with the contenders and the number of cases that it holds for."""
+    counts: dict[tuple[str, str, str], int] = {}
+    for row in rows:
+        if row.status != MEASURED:
+            key = (row.contender, row.status, row.reason)
+            counts[key] = counts.get(key, 0) + 1
+    return "\n".join(
+        f"- {name}: {status} in {count} case{'s' if count > 1 else ''}: {reason}"
+        for (name, status, reason), count in counts.items()
+    )
