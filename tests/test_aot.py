@@ -47,19 +47,56 @@ def _rows(module: str) -> list | str:
     return kernels.aot_signatures()
 
 
-def _count_local_stores(cubin: bytes) -> int:
+def _disassemble(cubin: bytes) -> list[tuple[str, str]]:
+    """(instruction, operands) of a cubin, in order; a jump target is ("label", name)."""
     nvdisasm = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         sass = subprocess.run([nvdisasm, file.name], capture_output=True, text=True, check=True)
-    return len(re.findall(r"\bSTL\b", sass.stdout))
+    pattern = r"^\s*(\.L_x_\d+):|/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\S*)\s*(.*?);"
+    found = re.findall(pattern, sass.stdout, re.MULTILINE)
+    return [("label", label) if label else (name, operands) for label, name, operands in found]
+
+
+def _matrix_loops(code: list[tuple[str, str]]) -> list[list[str]]:
+    """Instructions of every innermost loop that multiplies matrices asynchronously."""
+    targets = {operands: i for i, (name, operands) in enumerate(code) if name == "label"}
+    loops = []
+    for end, (name, operands) in enumerate(code):
+        jump = re.search(r"\((\.L_x_\d+)\)", operands) if name.startswith("BRA") else None
+        start = targets.get(jump.group(1), end) if jump else end
+        if start < end:
+            loops.append((start, end))
+    inner = [x for x in loops if not any(y != x and x[0] <= y[0] and y[1] <= x[1] for y in loops)]
+    bodies = [[name for name, _ in code[start : end + 1]] for start, end in inner]
+    return [body for body in bodies if any(name.startswith("HGMMA") for name in body)]
+
+
+def _sm90_findings(cubin: bytes, gluon: bool) -> dict[str, int]:
+    """spills: stores to local memory. exposed: exp2 that no matrix instruction hides.
+
+    A hand-scheduled (Gluon) kernel walks over many blocks of rows and may spill scalars from one to
+    the next: there only its matrix loops count, and all their exp2 come before the last wait.
+    """
+    code = _disassemble(cubin)
+    if not gluon:
+        return {"spills": sum(name == "STL" for name, _ in code), "exposed": 0}
+    loops = _matrix_loops(code)
+    assert loops, "expected loops with wgmma, got none"
+    exposed = 0
+    for body in loops:
+        waits = [i for i, name in enumerate(body) if name.startswith("WARPGROUP.DEPBAR")]
+        exposed += sum(name.startswith("MUFU.EX2") for name in body[waits[-1] :])
+    spills = sum(name in ("STL", "LDL") for body in loops for name in body)
+    return {"spills": spills, "exposed": exposed}
 
 
 def _compile(job: tuple[str, int]) -> dict:
     """Compile row `index` of `module`; pointers and strides are taken to be multiples of 16."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     module, index = job
     kernel, signature, constexprs, options, arch = _rows(module)[index]
@@ -78,12 +115,13 @@ def _compile(job: tuple[str, int]) -> dict:
             if types[param.name].startswith("*")
             or (types[param.name][0] == "i" and "stride" in param.name)
         }
-        source = ASTSource(kernel, types, constexprs, attrs)
+        gluon = kernel.is_gluon()
+        source = (GluonASTSource if gluon else ASTSource)(kernel, types, constexprs, attrs)
         binary = triton.compile(source, target=target, options=dict(options))
-        spills = _count_local_stores(binary.asm["cubin"]) if arch == "sm90" else None
+        findings = _sm90_findings(binary.asm["cubin"], gluon) if arch == "sm90" else {}
     except Exception as error:
         return {"row": label, "error": f"{type(error).__name__}: {error}"[:2000]}
-    return {"row": label, "shared": binary.metadata.shared, "spills": spills}
+    return {"row": label, "shared": binary.metadata.shared} | findings
 
 
 def worker(arch: str, modules: list[str]) -> dict[str, list | str]:
@@ -166,5 +204,7 @@ def test_compiles_and_fits(compiled: tuple[str, dict[str, list | str]], module: 
     limit = SHARED_LIMIT[arch]
     bad = [f"{row['row']}: {row['shared']}" for row in rows if row["shared"] > limit]
     assert not bad, f"{module} on {arch}: expected shared memory <= {limit}, got\n" + "\n".join(bad)
-    bad = [f"{row['row']}: {row['spills']}" for row in rows if row["spills"]]
+    bad = [f"{row['row']}: {row['spills']}" for row in rows if row.get("spills")]
     assert not bad, f"{module} on {arch}: expected no local-memory stores, got\n" + "\n".join(bad)
+    bad = [f"{row['row']}: {row['exposed']}" for row in rows if row.get("exposed")]
+    assert not bad, f"{module} on {arch}: expected exp2 under wgmma, got\n" + "\n".join(bad)

@@ -58,7 +58,8 @@ def imports(file: str) -> Iterator[tuple[int, str]]:
 
 
 def is_kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    return any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+    decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
+    return any("triton.jit" in text or "gluon.jit" in text for text in decorators)
 
 
 def body_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

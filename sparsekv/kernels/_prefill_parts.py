@@ -1,4 +1,4 @@
-"""What both prefill kernels share: the key zones of a block of rows, and the end of a row."""
+"""Parts of the prefill kernel: the key zones of a block of rows, the end of a row, idle rows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def zones(m0, nq, nk, shift, window, CAUSAL: tl.constexpr, BM: tl.constexpr, BN:
 
 @triton.jit
 def finish_rows(
-    acc, m, l, sinks, out, lse, head, rows, row_ok, stride_lh,
+    acc, m, l, sinks, out, lse, head, rows, row_ok, num_q,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Let the sink in, store lse and acc / l. acc [BM, BD]; m (base 2), l, rows int64 [BM]."""
@@ -43,8 +43,43 @@ def finish_rows(
         m = m_sink
     l = tl.where(empty, 1.0, l)
     row_lse = tl.where(empty, float("-inf"), (m + tl.log2(l)) * LN2)
-    tl.store(lse + head * stride_lh + rows, row_lse, mask=row_ok)
+    tl.store(lse + head * num_q + rows, row_lse, mask=row_ok)
     offs_d = tl.arange(0, BLOCK_D)
     out_ptrs = out + (rows[:, None] * NUM_HEADS + head) * HEAD_DIM + offs_d[None, :]
     tile_ok = row_ok[:, None] & (offs_d[None, :] < HEAD_DIM)
     tl.store(out_ptrs, (acc / l[:, None]).to(out.dtype.element_ty), mask=tile_ok)
+
+
+@triton.jit
+def clear_between(
+    out, lse, cu_seqlens_q, n, start, stop, head, num_q,
+    NUM_HEADS: tl.constexpr, HEADS_X: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """out = 0, lse = -inf in this program's share of the rows of no sequence around sequence n.
+
+    Those from its last row `stop` to the next sequence, and those in front of the first sequence.
+    """
+    sequences = tl.num_programs(2) // (NUM_HEADS // HEADS_X)
+    end = num_q
+    if n + 1 < sequences:
+        end = tl.load(cu_seqlens_q + n + 1)
+    share, step = tl.program_id(1) * BM, tl.num_programs(1) * BM
+    for row in tl.range(stop + share, end, step):
+        _clear(out, lse, row, end, head, num_q, NUM_HEADS, HEAD_DIM, BLOCK_D, BM)
+    if n == 0:
+        for row in tl.range(share, start, step):
+            _clear(out, lse, row, start, head, num_q, NUM_HEADS, HEAD_DIM, BLOCK_D, BM)
+
+
+@triton.jit
+def _clear(
+    out, lse, row, end, head, num_q,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    rows = tl.cast(row, tl.int64) + tl.arange(0, BM)
+    offs_d = tl.arange(0, BLOCK_D)
+    tl.store(lse + head * num_q + rows, tl.full([BM], float("-inf"), tl.float32), mask=rows < end)
+    out_ptrs = out + (rows[:, None] * NUM_HEADS + head) * HEAD_DIM + offs_d[None, :]
+    tile_ok = (rows < end)[:, None] & (offs_d[None, :] < HEAD_DIM)
+    tl.store(out_ptrs, tl.zeros([BM, BLOCK_D], out.dtype.element_ty), mask=tile_ok)

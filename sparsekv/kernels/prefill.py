@@ -13,20 +13,19 @@ the tail (masked). With explicit positions nothing is known about the order: one
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from . import _prefill_gluon
 from ._common import (
     ARCHS,
     LOG2E,
     AotRow,
     aot_row,
-    arch_of,
     base2_logits,
     check_dtype,
     check_last_contiguous,
@@ -37,8 +36,7 @@ from ._common import (
     visible,
 )
 from ._masked import Align, Mask, check_packed, logit_chunks, spans
-from ._prefill_parts import finish_rows, zones
-from ._prefill_tma import describe, prefill_tma_kernel
+from ._prefill_parts import clear_between, finish_rows, zones
 
 
 class _Tiles(NamedTuple):
@@ -138,11 +136,11 @@ def _attend(
     return acc, m, l
 
 
-@triton.jit(do_not_specialize=["stride_lh", "window"])
+@triton.jit(do_not_specialize=["num_q", "window"])
 def _prefill_kernel(
     q, k, v, sinks, out, lse,
     cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, positions_q, positions_k,
-    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_lh,
+    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, num_q,
     softmax_scale, softcap, window,
     CAUSAL: tl.constexpr, ALIGN_RIGHT: tl.constexpr, G: tl.constexpr,
     NUM_HEADS: tl.constexpr, HEADS_X: tl.constexpr, HEAD_DIM: tl.constexpr,
@@ -160,6 +158,10 @@ def _prefill_kernel(
         nq = tl.load(seqused_q + n)
     if seqused_k is not None:
         nk = tl.load(seqused_k + n)
+    clear_between(
+        out, lse, cu_seqlens_q, n, start_q, start_q + nq, head, num_q,
+        NUM_HEADS, HEADS_X, HEAD_DIM, BLOCK_D, BLOCK_M,
+    )  # fmt: skip
     if m0 >= nq:
         return
 
@@ -201,9 +203,7 @@ def _prefill_kernel(
             softmax_scale, softcap, window, True, CAUSAL, HEAD_DIM, BLOCK_D, BLOCK_N,
         )  # fmt: skip
 
-    finish_rows(
-        acc, m, l, sinks, out, lse, head, rows, row_ok, stride_lh, NUM_HEADS, HEAD_DIM, BLOCK_D
-    )
+    finish_rows(acc, m, l, sinks, out, lse, head, rows, row_ok, num_q, NUM_HEADS, HEAD_DIM, BLOCK_D)
 
 
 def prefill_triton(
@@ -216,33 +216,30 @@ def prefill_triton(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`prefill_attention` by the Triton kernel; CPU tensors need the interpreter."""
     (num_q, heads, head_dim), kv_heads, sequences = q.shape, k.shape[1], len(cu_seqlens_q) - 1
-    # Tokens of no sequence are nobody's: filled here, the kernel writes the others.
-    out = torch.zeros((num_q, heads, head_dim), dtype=q.dtype, device=q.device)
-    lse = torch.full((heads, num_q), -torch.inf, dtype=torch.float32, device=q.device)
+    out = torch.empty((num_q, heads, head_dim), dtype=q.dtype, device=q.device)
+    lse = torch.empty((heads, num_q), dtype=torch.float32, device=q.device)
+    if out.numel() == 0 or max_seqlen_q * sequences == 0:  # no program would write a row
+        return out.zero_(), lse.fill_(-torch.inf)
+    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     plain = window is None and softcap is None and positions_k is None
-    tiles, heads_x = _plan(q, k, max_seqlen_q if plain else 0, max_seqlen_k)
-    blocks = triton.cdiv(max_seqlen_q, tiles.block_m)
-    if out.numel() == 0 or blocks * sequences == 0:
-        return out, lse
-    grid = (heads_x, blocks, sequences * (heads // heads_x))
-    cu = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    common: dict[str, Any] = {
-        "CAUSAL": causal, "ALIGN_RIGHT": align == "right", "G": heads // kv_heads,
-        "NUM_HEADS": heads, "HEADS_X": heads_x, "BLOCK_D": padded_head_dim(head_dim),
-        "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n,
-    } | launch_options(tiles.num_warps, tiles.num_stages)  # fmt: skip
-    kd, vd = _descriptors(q, k, v, tiles.block_n) if plain else (None, None)
-    if kd is not None and vd is not None:
-        prefill_tma_kernel[grid](
-            q, kd, vd, sinks, out, lse, *cu, q.stride(0), q.stride(1), k.stride(1), v.stride(1),
-            num_q, float(softmax_scale), **common,
+    views = _prefill_gluon.matrices(q, k, v) if plain else None
+    if views is not None:
+        _prefill_gluon.launch(
+            q, k, v, views, sinks, out, lse, lengths, max_seqlen_q, softmax_scale, causal,
+            align == "right",
         )  # fmt: skip
         return out, lse
+    tiles, heads_x = _plan(q, k, max_seqlen_q if plain else 0, max_seqlen_k)
+    grid = (heads_x, triton.cdiv(max_seqlen_q, tiles.block_m), sequences * (heads // heads_x))
     _prefill_kernel[grid](
-        q, k, v, sinks, out, lse, *cu, positions_q, positions_k,
+        q, k, v, sinks, out, lse, *lengths, positions_q, positions_k,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), num_q,
         float(softmax_scale), None if softcap is None else float(softcap),
-        None if window is None else min(window, _NO_LIMIT), HEAD_DIM=head_dim, **common,
+        None if window is None else min(window, _NO_LIMIT),
+        CAUSAL=causal, ALIGN_RIGHT=align == "right", G=heads // kv_heads, NUM_HEADS=heads,
+        HEADS_X=heads_x, HEAD_DIM=head_dim, BLOCK_D=padded_head_dim(head_dim),
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
+        **launch_options(tiles.num_warps, tiles.num_stages),
     )  # fmt: skip
     return out, lse
 
@@ -256,16 +253,6 @@ def _plan(q: Tensor, k: Tensor, reach: int, max_seqlen_k: int) -> tuple[_Tiles, 
     # While all K and V stay in L2, run the longest blocks of all heads first; else head by head.
     kv_bytes = 2 * max_seqlen_k * k.shape[1] * k.shape[2] * k.element_size()
     return tiles, q.shape[1] if kv_bytes <= _L2_BYTES else q.shape[1] // k.shape[1]
-
-
-def _descriptors(
-    q: Tensor, k: Tensor, v: Tensor, block_n: int
-) -> tuple[TensorDescriptor, TensorDescriptor] | tuple[None, None]:
-    """Descriptors of K and V tiles where the hardware and the layout have them."""
-    if arch_of(q.device) not in ("sm90", "cpu") or q.shape[2] != padded_head_dim(q.shape[2]):
-        return None, None
-    kd, vd = describe(k, block_n), describe(v, block_n)
-    return (None, None) if kd is None or vd is None else (kd, vd)
 
 
 def prefill_reference(
@@ -311,7 +298,7 @@ def prefill_attention(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of packed sequences -> (out [Tq, HQ, D] in q.dtype, lse fp32 [HQ, Tq]).
     q [Tq, HQ, D], k and v [Tk, HK, D]: any strides with stride(-1) == 1.
-    cu_seqlens_q, cu_seqlens_k: int32 [N + 1], where sequence n starts.
+    cu_seqlens_q, cu_seqlens_k: int32 [N + 1], where sequence n starts; those of q ascend.
     seqused_q, seqused_k: int32 [N], tokens in use there; None: cu[n + 1] - cu[n]. A left-padded
         [B, T] batch is cu[b] = b T + pad_b, seqused[b] = T - pad_b.
     max_seqlen_q, max_seqlen_k: Python integers >= every length.
@@ -354,19 +341,17 @@ def aot_signatures() -> list[AotRow]:
             continue
         for least, tiles in choices:
             rows.append(_aot_row(arch, d, tiles, "*bf16", options=False))
-            if arch == "sm90":
-                rows.append(_tma_row(arch, d, tiles))
             if d == 128 and least == 0:
                 rows.append(_aot_row(arch, d, tiles, "*bf16", options=True))
         rows.append(_aot_row(arch, d, _CONFIG["fp32", d][0][1], "*fp32", options=False))
-    return rows
+    return rows + _prefill_gluon.aot_rows()
 
 
 def _aot_row(arch: str, block_d: int, tiles: _Tiles, dtype: str, options: bool) -> AotRow:
     """One row of aot_signatures; options: window, softcap, sinks, seqused and head_dim < block."""
     types = dict.fromkeys(("q", "k", "v", "out"), dtype)
     types |= {"lse": "*fp32", "cu_seqlens_q": "*i32", "cu_seqlens_k": "*i32"}
-    types |= {"softmax_scale": "fp32"}
+    types |= {"num_q": "i32", "softmax_scale": "fp32"}
     if options:
         types |= {"seqused_q": "*i32", "seqused_k": "*i32", "sinks": "*fp32"}
         types |= {"softcap": "fp32", "window": "i32"}
@@ -375,14 +360,3 @@ def _aot_row(arch: str, block_d: int, tiles: _Tiles, dtype: str, options: bool) 
     constexprs |= {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
     launch = launch_options(tiles.num_warps, tiles.num_stages)
     return aot_row(_prefill_kernel, arch, types, constexprs, launch)
-
-
-def _tma_row(arch: str, block_d: int, tiles: _Tiles) -> AotRow:
-    """One row of aot_signatures for the kernel with descriptors."""
-    box = f"tensordesc<bf16[{tiles.block_n}, {block_d}]>"
-    types = {"q": "*bf16", "kd": box, "vd": box, "out": "*bf16", "lse": "*fp32"}
-    types |= {"cu_seqlens_q": "*i32", "cu_seqlens_k": "*i32", "softmax_scale": "fp32"}
-    constexprs = {"CAUSAL": True, "ALIGN_RIGHT": True, "G": 4, "NUM_HEADS": 32, "HEADS_X": 32}
-    constexprs |= {"BLOCK_D": block_d, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
-    launch = launch_options(tiles.num_warps, tiles.num_stages)
-    return aot_row(prefill_tma_kernel, arch, types, constexprs, launch)
