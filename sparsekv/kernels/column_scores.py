@@ -15,13 +15,15 @@ mask), the ragged end of a window (masked). Every column is stored once: no atom
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import _column_scores_tma
+from ._column_parts import row_zones
 from ._common import (
     ARCHS,
     LOG2E,
@@ -128,25 +130,6 @@ def _accumulate(
     return column
 
 
-@triton.jit
-def _zones(
-    n0, n_last, first, nq, shift, window, CAUSAL: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr
-):
-    """(lo, full_lo, full_hi, hi): rows lo .. hi see some key of n0 .. n_last, full_lo .. full_hi
-    see all of n0 .. n0 + BN. Zones before full_hi are whole tiles (lo may lie before `first`).
-    """
-    lo, full_lo, full_hi, hi = first, first, nq, nq
-    if CAUSAL:
-        lo = tl.maximum(first, n0 - shift)
-        full_lo = tl.maximum(first, n0 + BN - 1 - shift)
-    if window is not None:
-        hi = tl.minimum(nq, n_last + window - shift)
-        full_hi = tl.minimum(nq, n0 + window - shift)
-    full_hi = tl.maximum(full_hi, lo)
-    full_lo = full_hi - tl.maximum(0, full_hi - full_lo) // BM * BM
-    return full_lo - tl.cdiv(full_lo - lo, BM) * BM, full_lo, full_hi, hi
-
-
 @triton.jit(do_not_specialize=["stride_lh", "stride_s", "window", "last_rows"])
 def _column_scores_kernel(
     q, k, lse, row_values, scores,
@@ -188,9 +171,8 @@ def _column_scores_kernel(
         pos_q = positions_q + start_q
         lo, full_lo, full_hi, hi = first, first, first, rows_end
     else:
-        pos_k = offs_n
-        pos_q = None
-        lo, full_lo, full_hi, hi = _zones(
+        pos_k, pos_q = offs_n, None
+        lo, full_lo, full_hi, hi = row_zones(
             n0, tl.minimum(n0 + BLOCK_N, nk) - 1, first, rows_end, shift, window,
             CAUSAL, BLOCK_N, BLOCK_M,
         )  # fmt: skip
@@ -237,31 +219,51 @@ def column_scores_triton(
     positions_q: Tensor | None = None, positions_k: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`column_scores` by the Triton kernel; CPU tensors need the interpreter."""
-    (_, heads, head_dim), kv_heads, sequences = q.shape, k.shape[1], len(cu_seqlens_q) - 1
+    kv_heads, sequences = k.shape[1], len(cu_seqlens_q) - 1
     scores = torch.empty((sequences, kv_heads, max_seqlen_k), dtype=torch.float32, device=q.device)
-    tiles = lookup(_CONFIG, q)
-    # Fewer rows a tile where there are few, and where options would spill registers.
+    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     plain = statistic == "sum" and window is None and softcap is None
-    block_m = tiles.block_m if plain and (rows is None or rows > 32) else min(tiles.block_m, 32)
-    blocks = triton.cdiv(max_seqlen_k, tiles.block_n)
-    # While all queries stay in L2, run the longest blocks of all heads first; else head by head.
-    heads_first = max_seqlen_q * heads * head_dim * q.element_size() <= _L2_BYTES
-    if blocks * sequences == 0:
-        return scores if group != "layer_mean" else scores.mean(1, keepdim=True)
-    grid = (kv_heads, blocks, sequences) if heads_first else (blocks, kv_heads, sequences)
-    _column_scores_kernel[grid](
-        q, k, lse, log_threshold if statistic == "count" else row_weights, scores,
-        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, positions_q, positions_k,
-        q.stride(0), q.stride(1), k.stride(0), k.stride(1), lse.stride(0), max_seqlen_k,
-        float(softmax_scale), None if softcap is None else float(softcap),
-        None if window is None else min(window, _NO_LIMIT), min(rows or _NO_LIMIT, _NO_LIMIT),
-        STATISTIC=statistic, GROUP="mean" if group == "layer_mean" else group, CAUSAL=causal,
-        ALIGN_RIGHT=align == "right", G=heads // kv_heads, HEADS_FIRST=heads_first,
-        HEAD_DIM=head_dim, BLOCK_D=padded_head_dim(head_dim), BLOCK_N=tiles.block_n,
-        BLOCK_M=block_m, **launch_options(tiles.num_warps, tiles.num_stages),
-    )  # fmt: skip
+    # Fewer rows a tile where there are few, and where options would spill registers.
+    few = not plain or (rows is not None and rows <= 32)
+    plain &= group != "max" and row_weights is None and positions_k is None
+    views = _column_scores_tma.matrices(q, k) if plain else None
+    rest: dict[str, Any] = {"CAUSAL": causal, "ALIGN_RIGHT": align == "right"}
+    if scores.numel() and views is not None:
+        with_rows = (max_seqlen_q, rows, softmax_scale, group != "sum")
+        _column_scores_tma.launch(q, k, views, lse, scores, lengths, *with_rows, **rest)
+    elif scores.numel():
+        rest |= {"STATISTIC": statistic, "GROUP": "mean" if group == "layer_mean" else group}
+        _launch(
+            (q, k, lse, log_threshold if statistic == "count" else row_weights, scores),
+            (*lengths, positions_q, positions_k), max_seqlen_q, few,
+            (float(softmax_scale), None if softcap is None else float(softcap),
+             None if window is None else min(window, _NO_LIMIT), min(rows or _NO_LIMIT, _NO_LIMIT)),
+            rest,
+        )  # fmt: skip
     # KV heads have G query heads each: the mean of their means is the mean over all heads.
     return scores if group != "layer_mean" else scores.mean(1, keepdim=True)
+
+
+def _launch(
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor], lengths: tuple,
+    max_seqlen_q: int, few: bool, scalars: tuple, constexprs: dict[str, Any],
+) -> None:  # fmt: skip
+    """The pointer kernel; arguments in its order. few: small tiles of query rows."""
+    q, k, lse, _, scores = tensors
+    (_, heads, head_dim), (sequences, kv_heads, slots) = q.shape, scores.shape
+    tiles = lookup(_CONFIG, q)
+    blocks = triton.cdiv(slots, tiles.block_n)
+    # While all queries stay in L2, run the longest blocks of all heads first; else head by head.
+    heads_first = max_seqlen_q * heads * head_dim * q.element_size() <= _L2_BYTES
+    grid = (kv_heads, blocks, sequences) if heads_first else (blocks, kv_heads, sequences)
+    _column_scores_kernel[grid](
+        *tensors, *lengths,
+        q.stride(0), q.stride(1), k.stride(0), k.stride(1), lse.stride(0), slots, *scalars,
+        G=heads // kv_heads, HEADS_FIRST=heads_first, HEAD_DIM=head_dim,
+        BLOCK_D=padded_head_dim(head_dim), BLOCK_N=tiles.block_n,
+        BLOCK_M=min(tiles.block_m, 32) if few else tiles.block_m, **constexprs,
+        **launch_options(tiles.num_warps, tiles.num_stages),
+    )  # fmt: skip
 
 
 def column_scores_reference(
@@ -331,9 +333,7 @@ def column_scores(
     "sum" over all keys gives every query head one unit per non-empty row (less the sink).
     Raises ValueError when shapes, dtypes or options do not fit together.
     """
-    check_packed(
-        q, k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softmax_scale, softcap
-    )  # fmt: skip
+    check_packed(q, k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softmax_scale, softcap)
     check_shape("lse", lse, [q.shape[1], q.shape[0]])
     check_last_contiguous("lse", lse)
     _check_statistic(q.shape[0], rows, statistic, group, row_weights, log_threshold)
@@ -379,7 +379,7 @@ def aot_signatures() -> list[AotRow]:
             small = tiles._replace(block_m=32)
             rows += [_aot_row(arch, d, small, "*bf16", s, options=True) for s in ("max", "count")]
         rows.append(_aot_row(arch, d, _CONFIG["fp32", d], "*fp32", "sum", options=False))
-    return rows
+    return rows + _column_scores_tma.aot_rows()
 
 
 def _aot_row(
