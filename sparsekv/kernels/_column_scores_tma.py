@@ -45,12 +45,16 @@ _NO_LIMIT = 1 << 30  # larger row counts are clipped: sums stay in int32
 
 
 @triton.jit
-def _row_lse(lse, i, count, lo, first, nq, stride_lh, G: tl.constexpr, BLOCK_M: tl.constexpr):
+def _row_lse(
+    lse, i, lo, first, nq, stride_lh, MASK: tl.constexpr, G: tl.constexpr, BLOCK_M: tl.constexpr
+):
     """log2-domain lse [BLOCK_M] of turn i; +inf makes probabilities 0: out of range, empty rows."""
     rows = lo + i // G * BLOCK_M + tl.arange(0, BLOCK_M)
-    inside = (rows >= first) & (rows < tl.where(i < count, nq, 0))
-    head = tl.cast(i % G, tl.int64)
-    value = tl.load(lse + head * stride_lh + rows, mask=inside, other=float("inf"))
+    lse += tl.cast(i % G, tl.int64) * stride_lh
+    if MASK:
+        value = tl.load(lse + rows, mask=(rows >= first) & (rows < nq), other=float("inf"))
+    else:
+        value = tl.load(lse + rows)
     return tl.where(value == float("-inf"), float("inf"), value * LOG2E)
 
 
@@ -66,13 +70,17 @@ def _accumulate(
     seen by the rows from first_seen[n] on. Rows outside first .. nq count for nothing.
     """
     count = tiles * G
-    row_lse = _row_lse(lse, 0, count, lo, first, nq, stride_lh, G, BLOCK_M)
+    if count > 0:
+        row_lse = _row_lse(lse, 0, lo, first, nq, stride_lh, MASK, G, BLOCK_M)
+    else:
+        row_lse = tl.zeros([BLOCK_M], tl.float32)
     for i in tl.range(0, count):
         g = i % G
         start = lo + i // G * BLOCK_M
         qt = qd.load([q_row + g * head_row + start, q_col + g * head_col])  # [BLOCK_M, D]
         x = tl.dot(kt, qt.T)  # [BLOCK_N, BLOCK_M]
-        ahead = _row_lse(lse, i + 1, count, lo, first, nq, stride_lh, G, BLOCK_M)
+        later = tl.minimum(i + 1, count - 1)
+        ahead = _row_lse(lse, later, lo, first, nq, stride_lh, MASK, G, BLOCK_M)
         log_p = x * log2_scale - row_lse[None, :]
         if MASK:
             rows = start + tl.arange(0, BLOCK_M)

@@ -16,6 +16,7 @@ from strategies import HAS_GPU, IMPLEMENTATIONS, Packed, packed
 from tolerance import assert_scores_close, logit_error
 from torch import Tensor
 
+from sparsekv.kernels import _column_scores_tma
 from sparsekv.kernels import column_scores as module
 from sparsekv.kernels.column_scores import (
     column_scores,
@@ -139,6 +140,52 @@ def test_any_tile_shape(
         for rows in (None, 20):
             check("interpreter", problem(case, "interpreter", rows=rows))
         check("interpreter", problem(replace(case, align="left"), "interpreter"))
+
+
+@everywhere
+@few
+@given(
+    case=packed(positions=False, window=None, softcap=None, dtype=1),
+    rows=st.sampled_from((None, 1, 8, 40, 64, 256)),
+    group=st.sampled_from(("mean", "sum", "layer_mean")),
+)
+def test_plain_sums(implementation: str, case: Packed, rows: int | None, group: str) -> None:
+    """16-bit sums, which take the kernel whose tiles the hardware fetches (sm90)."""
+    if implementation == "gpu":  # few variants to compile
+        case, group = replace(case, head_dim=128, kv_heads=2, group=4, gap=3), "mean"
+    check(implementation, problem(case, implementation, rows=rows, group=group))
+
+
+@pytest.mark.skipif(HAS_GPU, reason="shipped GPU tiles are covered by the GPU runs")
+@pytest.mark.parametrize("tiles", [(32, 16), (16, 16), (16, 64), (64, 32)])
+@pytest.mark.parametrize("heads_first", [True, False])
+def test_any_tile_shape_of_plain_sums(
+    tiles: tuple[int, int], heads_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choice = [(0, _column_scores_tma.Tiles(*tiles, 4, 1, heads_first))]
+    monkeypatch.setitem(_column_scores_tma.CONFIG, ("cpu", 16), choice)
+    for lengths_q, lengths_k in (((70, 33), (70, 33)), ((21,), (75,)), ((50, 9), (20, 0))):
+        case = Packed(lengths_q, lengths_k, kv_heads=2, group=3, gap=2, dtype=1)
+        for rows in (None, 20):
+            check("interpreter", problem(case, "interpreter", rows=rows))
+        check("interpreter", problem(replace(case, align="left"), "interpreter"))
+        check("interpreter", problem(replace(case, causal=False), "interpreter"))
+
+
+@pytest.mark.skipif(HAS_GPU, reason="GPU machines differ in whether they have descriptors")
+def test_what_takes_the_pointer_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strides without a descriptor and every option, with the same result where both can."""
+    t = problem(Packed((40, 9), (40, 30), kv_heads=2, dtype=1, gap=2), "interpreter")
+    scores = run("interpreter", t)
+    monkeypatch.setattr(_column_scores_tma, "launch", None)  # a call would raise
+    with pytest.raises(TypeError):
+        run("interpreter", t)
+    odd = torch.empty(len(t["k"]), 2, 20).half()[..., 3:19].copy_(t["k"])
+    torch.testing.assert_close(run("interpreter", t | {"k": odd}), scores, rtol=1e-5, atol=1e-6)
+    weights = {"row_weights": torch.ones(len(t["q"]))}
+    torch.testing.assert_close(run("interpreter", t | weights), scores, rtol=1e-5, atol=1e-6)
+    for options in ({"group": "max"}, {"statistic": "max"}, {"window": 5}, {"softcap": 3.0}):
+        run("interpreter", t | options)
 
 
 @everywhere
@@ -348,7 +395,7 @@ def test_gpu_long_and_deterministic(rows: int | None) -> None:
     lse = prefill_attention(**t)[1]
     t = {name: x for name, x in t.items() if name not in ("v", "sinks")} | {"lse": lse}
     scores = column_scores(**t, rows=rows)
-    for _ in range(5):
+    for _ in range(20):
         assert torch.equal(scores, column_scores(**t, rows=rows))
     for n, length in enumerate(case.lengths_q):
         mass = float(min(length, rows or length))
