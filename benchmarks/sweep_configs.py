@@ -1,11 +1,13 @@
-"""Offline sweep of kernel configurations on one GPU; nothing here runs in the product.
+"""Offline sweep of the kernels' own configuration tables on one GPU; the product never runs it.
 
-    PYTHONPATH=. python benchmarks/sweep_configs.py OUT [prefill|columns|decode|all] [--seconds 235]
+    PYTHONPATH=. python benchmarks/sweep_configs.py OUT [prefill,columns,decode|all] [--seconds 200]
 
-Every variant's result is compared with the peers' or the product's, then timed against them in
-interleaved rounds; the fastest of a shape get more rounds. OUT/sweep.json holds every row: part,
-shape, variant, ms (median of the rounds), TFLOP/s or TB/s, ratio to the reference, relative error,
-or the error text of a variant that failed. Variants are compiled first, in parallel processes.
+A variant is a table entry put in place of the shipped one. Its result is compared with the shipped
+kernel's (prefill: with SDPA's), then it is timed against it in interleaved rounds; the fastest of a
+shape get more rounds. Variants are built first, in processes of their own that are ended when one
+hangs. OUT/sweep.json holds every row: part, shape, variant, ms (median), TFLOP/s or TB/s, ratio to
+the reference, relative error, or the error text. At the end the fastest entry of every shape is
+printed: the table to ship.
 """
 
 from __future__ import annotations
@@ -14,523 +16,414 @@ import argparse
 import json
 import multiprocessing
 import statistics
-import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, wait
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import triton
-from sweep_gluon import prefill_gluon
-from sweep_variants import columns_variant, prefill_variant
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sparsekv.kernels import decode
+from sparsekv.kernels import _column_scores_tma, _prefill_gluon, decode, prefill
 from sparsekv.kernels.column_scores import column_scores
 from sparsekv.kernels.prefill import prefill_attention
 
-HQ, HK, D = 32, 8, 128
-START = time.monotonic()
-ROWS: list[dict[str, Any]] = []
-SAVE: list[Path] = []
-Spec = tuple[str, dict[str, Any]]
+HQ, HK, D, PAGE = 32, 8, 128, 64
+Run = Callable[[], Any]
 
-# The most promising first; a later one is skipped when the time is up.
-PREFILL: list[dict[str, Any]] = [
-    {"HEADS_X": 32},
-    {"HEADS_X": 4},
-    {"BM": 128, "BN": 128, "warps": 8, "HEADS_X": 4},
-    {"BM": 128, "BN": 128, "warps": 8, "HEADS_X": 32},
-    {"HEADS_X": 8},
-    {"HEADS_X": 4, "LATE": False},
-    {"BM": 128, "BN": 128, "warps": 8, "HEADS_X": 4, "LATE": False},
-    {"BM": 128, "BN": 128, "warps": 8, "HEADS_X": 4, "stages": 2, "LATE": False},
-    {"HEADS_X": 4, "RESCALE": 1},
-    {"BM": 128, "BN": 128, "warps": 8, "HEADS_X": 4, "RESCALE": 1},
-    {"HEADS_X": 4, "AHEAD": True},
-    {"HEADS_X": 4, "stages": 2},
-    {"HEADS_X": 4, "stages": 4},
-    {"BM": 128, "BN": 64, "warps": 8, "HEADS_X": 4},
-    {"BM": 128, "BN": 64, "warps": 8, "HEADS_X": 4, "AHEAD": True},
-    {"HEADS_X": 4, "PERSISTENT": 2},
-    {"HEADS_X": 32, "PERSISTENT": 2},
-    {"BM": 128, "BN": 128, "warps": 8, "HEADS_X": 4, "PERSISTENT": 1},
-    {"HEADS_X": 32, "PACK": True},
-    {"HEADS_X": 4, "PACK": True},
-    {"BM": 128, "BN": 128, "warps": 8, "HEADS_X": 32, "PACK": True},
-    {"BM": 128, "BN": 128, "warps": 8, "HEADS_X": 4, "PACK": True},
-    {"HEADS_X": 32, "SEQ_INNER": True},
-    {"HEADS_X": 4, "SEQ_INNER": True},
-    {"HEADS_X": 16},
-    {"HEADS_X": 1},
-    {"BM": 64, "BN": 32, "HEADS_X": 4},
-    {"BM": 64, "BN": 32, "stages": 4, "HEADS_X": 4},
-    {"BM": 128, "BN": 32, "warps": 8, "HEADS_X": 4, "maxnreg": 128},
-    {"BM": 64, "BN": 128, "HEADS_X": 4, "stages": 2},
-    {"HEADS_X": 4, "maxnreg": 160},
-    {"HEADS_X": 32, "USE_TMA": False},
-]
-# Hand-scheduled: a producer warp and two consumer warpgroups.
-GLUON: list[dict[str, Any]] = [
-    {"BN": bn, "ST": st, "HEADS_X": hx, "PERSISTENT": p}
-    for bn, st, hx, p in (
-        (128, 2, 32, 0), (128, 2, 4, 0), (128, 2, 4, 1), (128, 2, 32, 1), (64, 4, 4, 0),
-        (64, 4, 32, 0), (64, 4, 4, 1), (64, 2, 4, 0), (128, 2, 8, 1),
-    )
-]  # fmt: skip
 PREFILL_SHAPES = [(1, 4096), (1, 16384), (4, 4096), (1, 32768), (4, 16384), (4, 32768)]
-
-_ALL_ROWS: list[dict[str, Any]] = [
-    {"BN": n, "BM": m, "warps": w, "stages": s} | extra
-    for n, m, w, s, extra in (
-        (128, 64, 4, 3, {}),
-        (128, 64, 4, 3, {"ORDER": 1}),
-        (128, 64, 4, 3, {"LANES": True}),
-        (128, 64, 4, 3, {"POLY": 4}),
-        (128, 64, 4, 3, {"POLY": 2}),
-        (128, 64, 4, 2, {}),
-        (128, 64, 4, 4, {}),
-        (128, 32, 4, 4, {}),
-        (128, 32, 4, 3, {}),
-        (64, 64, 4, 3, {}),
-        (64, 64, 4, 3, {"ORDER": 1}),
-        (64, 64, 4, 4, {}),
-        (64, 64, 4, 3, {"POLY": 4}),
-        (64, 128, 4, 3, {}),
-        (64, 128, 4, 2, {}),
-        (64, 32, 4, 4, {}),
-        (128, 128, 8, 3, {}),
-        (128, 128, 8, 2, {}),
-        (128, 64, 8, 3, {}),
-        (128, 128, 4, 2, {}),
-        (256, 64, 8, 3, {}),
-        (64, 64, 4, 3, {"USE_TMA": False}),
-        (128, 64, 4, 3, {"USE_TMA": False}),
-    )
-]
-_FEW_ROWS: list[dict[str, Any]] = [
-    {"BN": n, "BM": m, "stages": s, "HEADS": h, "splits": p}
-    for n, m, s in ((128, 64, 3), (64, 64, 3), (128, 32, 3), (64, 32, 3), (64, 64, 2))
-    for h, p in ((4, 1), (1, 1), (2, 1), (1, 2), (4, 2), (4, 4), (1, 4))
-]
+ORDERS = [(p, h) for p in (True, False) for h in (0, 1, 2)]
+GLUON = [{"tiles": (128, 2), "order": o} for o in ORDERS] + [{"tiles": (64, 4), "order": ORDERS[0]}]
+PLAIN = [{"plain": (64, 64, 4, 3)}, {"plain": (128, 128, 8, 3)}]
 COLUMN_SHAPES = [(t, r) for t in (4096, 16384, 32768) for r in (64, 256, None)]
-
-DECODE_SHAPES = [
-    (1, 4096), (1, 32768), (8, 4096), (20, 4096), (64, 4096), (1, 512), (64, 512), (16, 32768),
+FEW_ROWS = [
+    (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (64, 128, 4, 3), (128, 64, 4, 3),
+    (128, 128, 8, 2), (64, 32, 4, 3), (64, 256, 8, 2), (128, 128, 4, 2),
 ]  # fmt: skip
-CHUNKS = (128, 256, 64, 512, 1024, 2048)
-TILES = ((64, 4, 3), (32, 4, 3), (64, 4, 4), (32, 4, 4), (64, 8, 3), (128, 4, 3), (64, 2, 3))
-PAGE = 64
+ALL_ROWS = [(64, 128, 4, 3), (64, 128, 4, 2), (128, 128, 4, 2), (64, 64, 4, 3), (64, 256, 8, 2)]
+DECODE_SHAPES = [
+    (1, 512), (1, 4096), (1, 32768), (8, 4096), (20, 4096), (64, 512), (64, 4096), (16, 32768),
+]  # fmt: skip
+CHUNKS = (64, 128, 256, 512, 1024, 2048)
+TILES = ((64, 4, 3), (32, 4, 3), (64, 4, 4), (32, 4, 4), (64, 8, 3), (128, 4, 3))
 
 
-def main() -> None:
-    """Compile, measure, write."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
-    parser.add_argument("part", nargs="?", default="all")
-    parser.add_argument("--seconds", type=float, default=235.0)
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    names = ["prefill", "columns", "decode"] if args.part == "all" else [args.part]
-    specs: list[Spec] = []
-    if "prefill" in names:
-        specs += [("flashinfer", {"backend": b}) for b in ("fa3", "fa2")]
-        specs += [("gluon", o) for o in GLUON]
-        specs += [("prefill", o) for o in PREFILL]
-    if "columns" in names:
-        specs += [("columns", o) for o in _ALL_ROWS]
-        specs += [("columns", o) for o in _FEW_ROWS if o["splits"] == 1]
-    if "decode" in names:
-        specs += [("decode", {"chunk": c, "tile": t}) for t in TILES for c in CHUNKS]
-    bad = _compile_all(specs, limit=60.0)
-    SAVE.append(args.out / "sweep.json")
-    weights = {"prefill": 0.6, "columns": 0.6, "decode": 1.0}
-    for name in names:
-        left = args.seconds - (time.monotonic() - START)
-        share = left if name == names[-1] else left * weights[name]
-        try:
-            {"prefill": _prefill, "columns": _columns, "decode": _decode}[name](
-                bad, time.monotonic() + share
-            )
-        except Exception:
-            traceback.print_exc()
-        _save()
-    print(f"done after {time.monotonic() - START:.0f} s, {len(ROWS)} rows", flush=True)
+class Sweep:
+    """The rows of a run, the time it may take, the variants that could not be built."""
+
+    def __init__(self, file: Path, seconds: float) -> None:
+        self.file, self.end = file, time.monotonic() + seconds
+        self.rows: list[dict[str, Any]] = []
+        self.bad: set[str] = set()
+
+    def add(self, part: str, shape: str, **row: Any) -> None:
+        """Keep a row, and write all of them: a run that is cut short leaves its results."""
+        self.rows.append({"part": part, "shape": shape} | row)
+        names = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+        machine = names | {"triton": triton.__version__}
+        self.file.write_text(json.dumps({"machine": machine, "rows": self.rows}, indent=1))
+
+    def shapes(self, shapes: list, share: float) -> Iterator[tuple[Any, float]]:
+        """(shape, when its first round must be over), while `share` of the time left lasts."""
+        end = time.monotonic() + (self.end - time.monotonic()) * share
+        for index, shape in enumerate(shapes):
+            now = time.monotonic()
+            if now > end:
+                print(f"  out of time before {shapes[index:]}", flush=True)
+                return
+            yield shape, now + (end - now) * 1.5 / (len(shapes) - index + 0.5)
 
 
-def _save() -> None:
-    SAVE[0].write_text(json.dumps({"machine": _machine(), "rows": ROWS}, indent=1))
+# --- variants: an entry in place of the shipped table -------------------------------------------
 
 
-def _machine() -> dict[str, str]:
-    name = torch.cuda.get_device_name()
-    return {"gpu": name, "torch": torch.__version__, "triton": triton.__version__}
-
-
-# --- compilation --------------------------------------------------------------------------------
-
-
-def _key(spec: Spec) -> str:
-    return f"{spec[0]} {json.dumps(spec[1], sort_keys=True)}"
-
-
-def _compile_one(spec: Spec) -> str | None:
-    """Build and run one variant on a small problem; the error text, or None."""
+@contextmanager
+def shipped_instead_of(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """owner.name (or owner[name]) is `value` inside."""
+    table = isinstance(owner, dict)
+    old = owner[name] if table else getattr(owner, name)
+    put = owner.__setitem__ if table else lambda key, new: setattr(owner, key, new)
+    put(name, value)
     try:
-        kind, options = spec
-        if kind == "decode":
-            for capacity in (options["chunk"] * 2, options["chunk"]):
-                t = _decode_problem(1, capacity, 1)
-                for probs in (None, "mean") if options["tile"] == TILES[0] else (None,):
-                    _decode_call(t[0], options, probs)()
-        elif kind == "flashinfer":
-            _flashinfer(*_qkv(1, 1024), 1, options["backend"])()
+        yield
+    finally:
+        put(name, old)
+
+
+def prefill_run(problem: dict[str, Any], options: dict[str, Any]) -> Run:
+    """options: {} the product; tiles and order of the Gluon kernel; or plain: its tiles."""
+
+    def run() -> Any:
+        if "plain" in options:
+            entry = ((0, prefill._Tiles(*options["plain"])),)
+            with (
+                shipped_instead_of(prefill._CONFIG, ("sm90", D), entry),
+                shipped_instead_of(_prefill_gluon, "matrices", lambda *_: None),
+            ):
+                return prefill_attention(**problem)
+        orders = [(0, 1, _prefill_gluon.Order(*options["order"]))]
+        with (
+            shipped_instead_of(_prefill_gluon, "ORDERS", orders),
+            shipped_instead_of(_prefill_gluon.TILES, D, _prefill_gluon.Tiles(*options["tiles"])),
+        ):
+            return prefill_attention(**problem)
+
+    return run if options else lambda: prefill_attention(**problem)
+
+
+def columns_run(problem: dict[str, Any], rows: int | None, options: dict[str, Any]) -> Run:
+    """options: {} the product; tiles and heads_first; or pointer: without descriptors."""
+
+    def run() -> Any:
+        if "pointer" in options:
+            with shipped_instead_of(_column_scores_tma, "matrices", lambda *_: None):
+                return column_scores(**problem, rows=rows)
+        tiles = _column_scores_tma.Tiles(*options["tiles"], options["heads_first"])
+        with shipped_instead_of(_column_scores_tma.CONFIG, ("sm90", D), [(0, tiles)]):
+            return column_scores(**problem, rows=rows)
+
+    return run if options else lambda: column_scores(**problem, rows=rows)
+
+
+def columns_options(rows: int | None) -> list[dict[str, Any]]:
+    """The variants for so many rows."""
+    orders = (True,) if rows is not None else (True, False)
+    tiles = ALL_ROWS if rows is None else FEW_ROWS
+    found = [{"tiles": t, "heads_first": h} for t in tiles for h in orders]
+    return [*found, {"pointer": True}]
+
+
+def decode_run(problem: dict[str, Any], options: dict[str, Any]) -> Run:
+    """options: {} the product; chunk and tile."""
+
+    def run() -> Any:
+        scale = D**-0.5
+        if not options:
+            return decode.paged_decode_attention(**problem, softmax_scale=scale)
+        with shipped_instead_of(decode._CONFIG, ("sm90", D), options["tile"]):
+            chunk = options["chunk"]
+            return decode.paged_decode_attention(**problem, softmax_scale=scale, chunk_size=chunk)
+
+    return run
+
+
+def name_of(options: dict[str, Any]) -> str:
+    """Unique, short: the row's "variant"."""
+    return " ".join(f"{k}={v}" for k, v in options.items()) or "product"
+
+
+# --- problems -----------------------------------------------------------------------------------
+
+
+def packed(batch: int, tokens: int, with_lse: bool = False) -> dict[str, Any]:
+    """A causal problem of `batch` sequences; with_lse: of column_scores instead of prefill."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    sizes = {"q": HQ, "k": HK, "v": HK}
+    t: dict[str, Any] = {
+        name: torch.randn(batch * tokens, h, D, device="cuda", generator=generator).bfloat16()
+        for name, h in sizes.items()
+    }
+    cu = torch.arange(0, batch * tokens + 1, tokens, device="cuda", dtype=torch.int32)
+    t |= {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": tokens, "max_seqlen_k": tokens}
+    t |= {"softmax_scale": D**-0.5, "seqused_q": cu.diff(), "seqused_k": cu.diff()}
+    if with_lse:
+        t["lse"] = prefill_attention(**t)[1]
+        del t["v"]
+    return t
+
+
+def paged(batch: int, slots: int, pools: int) -> list[dict[str, Any]]:
+    """`pools` problems of paged decode, so that a round of calls does not fit the L2."""
+    pages = -(-slots // PAGE)
+    count = batch * HK * pages
+    fixed = {
+        "q": torch.randn(batch, HQ, D, device="cuda", dtype=torch.bfloat16),
+        "block_table": torch.randperm(count, device="cuda").int().view(batch, HK, pages),
+        "cache_seqlens": torch.full((batch, HK), slots, device="cuda", dtype=torch.int32),
+    }
+
+    def pool() -> torch.Tensor:
+        return torch.empty(count, PAGE, D, device="cuda", dtype=torch.bfloat16).normal_()
+
+    return [fixed | {"k_pages": pool(), "v_pages": pool()} for _ in range(pools)]
+
+
+def sdpa(t: dict[str, Any], batch: int, backend: SDPBackend) -> Run:
+    """PyTorch's attention on the same tensors -> out [Tq, HQ, D]."""
+    q, k, v = (t[n].view(batch, -1, t[n].shape[1], D).transpose(1, 2) for n in "qkv")
+
+    def run() -> torch.Tensor:
+        with sdpa_kernel(backend):
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2).flatten(0, 1)
+
+    return run
+
+
+# --- building -----------------------------------------------------------------------------------
+
+
+def build_one(part: str, options: dict[str, Any]) -> str | None:
+    """Run a variant on small problems in this process; the error text, or None."""
+    try:
+        if part == "decode":
+            for slots in (options["chunk"], 2 * options["chunk"]):
+                decode_run(paged(1, slots, 1)[0], options)()
+        elif part == "columns":
+            columns_run(packed(1, 1024, with_lse=True), options.get("rows"), options)()
         else:
-            q, k, v = _qkv(1, 1024)
-            if kind == "gluon":  # also long enough to show a hang here, where it can be ended
-                prefill_gluon(*_qkv(2, 4096), 2, options)()
-            elif kind == "prefill":
-                prefill_variant(q, k, v, 1, options)()
-            else:
-                columns_variant(q, k, torch.ones(HQ, 1024, device="cuda"), 1, 64, options)()
+            prefill_run(packed(2, 4096), options)()
         torch.cuda.synchronize()
     except Exception as error:
         return f"{type(error).__name__}: {error}"[-600:]
     return None
 
 
-def _compile_all(specs: list[Spec], limit: float) -> dict[str, str]:
-    """Error text by key of the variants that do not compile, or not within `limit` seconds."""
-    bad: dict[str, str] = {}
+def build(sweep: Sweep, jobs: list[tuple[str, dict[str, Any]]], limit: float) -> None:
+    """Build every job in parallel; what fails or takes longer than `limit` seconds is left out."""
     began = time.monotonic()
     pool = ProcessPoolExecutor(14, mp_context=multiprocessing.get_context("spawn"))
-    futures = {_key(spec): pool.submit(_compile_one, spec) for spec in specs}
-    risky = ("flashinfer", "gluon")  # a long build, a hang
-    ours = [future for key, future in futures.items() if not key.startswith(risky)]
-    wait(ours, timeout=limit)
-    wait(futures.values(), timeout=max(0.0, 40.0 - (time.monotonic() - began)))
-    for key, future in futures.items():
-        if not future.done():
-            bad[key] = "not compiled in time"
-        elif future.exception() is not None:  # a worker died; the variant may be innocent
-            print(f"  worker: {key}: {future.exception()!r}", flush=True)
-        elif future.result():
-            bad[key] = future.result()
-    # Stuck workers stay behind: end our own children, and only those.
+    futures = {f"{p} {name_of(o)}": pool.submit(build_one, p, o) for p, o in jobs}
+    wait(futures.values(), timeout=limit)
+    for name, future in futures.items():
+        error = "not built in time"
+        if future.done():
+            error = repr(future.exception()) if future.exception() else future.result()
+        if error:
+            sweep.bad.add(name)
+            sweep.add("build", "", variant=name, failed=error)
+            print(f"  failed: {name}: {error[-300:]}", flush=True)
     workers = list((pool._processes or {}).values())
     pool.shutdown(wait=False, cancel_futures=True)
-    for worker in workers:
-        worker.terminate()
-    print(f"compiled {len(specs) - len(bad)} in {time.monotonic() - began:.0f} s", flush=True)
-    for key, error in bad.items():
-        print(f"  failed: {key}: {error[-300:]}", flush=True)
-        ROWS.append({"part": "compile", "variant": key, "error": error})
-    return bad
+    for worker in workers:  # our own children: a stuck one would hold the GPU
+        worker.kill()
+    print(f"built {len(jobs) - len(sweep.bad)} in {time.monotonic() - began:.0f} s", flush=True)
 
 
 # --- timing -------------------------------------------------------------------------------------
 
 
-def _once(run: Callable[[], Any], least_ms: float = 4.0) -> float:
-    """ms per call over enough calls to last `least_ms`, by events."""
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
-    events[0].record()
+def once(run: Run, least_ms: float = 4.0) -> float:
+    """ms per call over enough calls to last `least_ms`."""
+    start, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    start.record()
     run()
-    events[1].record()
-    events[1].synchronize()
-    calls = max(1, min(50, round(least_ms / max(events[0].elapsed_time(events[1]), 1e-3))))
-    if calls == 1:
-        return events[0].elapsed_time(events[1])
-    events[1].record()
+    middle.record()
+    middle.synchronize()
+    calls = max(1, min(50, round(least_ms / max(start.elapsed_time(middle), 1e-3))))
+    middle.record()
     for _ in range(calls):
         run()
-    events[2].record()
-    events[2].synchronize()
-    return events[1].elapsed_time(events[2]) / calls
+    end.record()
+    end.synchronize()
+    return middle.elapsed_time(end) / calls
 
 
-def _graph(calls: list[Callable[[], Any]]) -> Callable[[], Any]:
-    """One CUDA graph of all `calls`; its replay."""
+def graph(calls: list[Run]) -> Run:
+    """One CUDA graph of all calls; its replay."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for call in calls[:2]:
-            call()
+        calls[0]()
     torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
         for call in calls:
             call()
-    return graph.replay
+    return captured.replay
 
 
-def _rounds(
-    runs: dict[str, Callable[[], Any]], keep: list[str], top: int, until: float, per_call: float = 1
-) -> dict[str, float]:
-    """Median ms of every run: one round of all, then four of the `top` fastest and of `keep`."""
+def measure(
+    sweep: Sweep, part: str, shape: str, runs: dict[str, Run], until: float, amount: float,
+    unit: str, reference: str, errors: dict[str, float], calls: int = 1,
+) -> None:  # fmt: skip
+    """One round of all runs, then four of the fastest eight and the reference; keep and print."""
     times: dict[str, list[float]] = {}
     for name, run in runs.items():
-        if time.monotonic() > until and name not in keep:
-            continue
-        times[name] = [_once(run) / per_call]
-    fastest = sorted(times, key=lambda name: times[name][0])[:top]
-    chosen = [name for name in times if name in fastest or name in keep]
+        if time.monotonic() < until or name == reference:
+            times[name] = [once(run) / calls]
+    chosen = sorted(times, key=lambda name: times[name][0])[:8]
+    chosen += [name for name in (reference, "product") if name in times and name not in chosen]
     for name in chosen:
         times[name] = []
     for _ in range(4):
         for name in chosen:
-            times[name].append(_once(runs[name]) / per_call)
-    return {name: statistics.median(t) for name, t in times.items()}
-
-
-def _error(have: torch.Tensor, want: torch.Tensor) -> float:
-    return float((have.float() - want.float()).norm() / want.float().norm())
-
-
-def _report(part: str, shape: str, ms: dict[str, float], errors: dict[str, float], unit: str,
-            amount: float, reference: str) -> None:  # fmt: skip
-    base = ms.get(reference)
+            times[name].append(once(runs[name]) / calls)
+    ms = {name: statistics.median(values) for name, values in times.items()}
+    print(f"{part} {shape} (ratio: speed over {reference})", flush=True)
     for name in sorted(ms, key=ms.__getitem__):
-        row = {"part": part, "shape": shape, "variant": name, "ms": ms[name]}
-        row |= {unit: amount / ms[name], "error": errors.get(name)}
-        row |= {"ratio": base / ms[name] if base else None}
-        ROWS.append(row)
-    print(f"{part} {shape}  (ratio: speed over {reference})", flush=True)
-    for name in sorted(ms, key=ms.__getitem__)[:12]:
-        ratio = f"{base / ms[name]:.3f}x" if base else "-"
-        error = f"{errors[name]:.1e}" if name in errors else "-"
-        print(f"  {ms[name]:9.4f} ms {amount / ms[name]:7.1f} {unit} {ratio} err {error}  {name}")
-    sys.stdout.flush()
-    _save()
+        row = {"ms": ms[name], unit: amount / ms[name], "ratio": ms[reference] / ms[name]}
+        sweep.add(part, shape, variant=name, error=errors.get(name), **row)
+        print(
+            f"  {ms[name]:9.4f} ms {row[unit]:7.1f} {unit} {row['ratio']:.3f}x "
+            f"err {errors.get(name, 0):.1e}  {name}",
+            flush=True,
+        )
 
 
-def _failed(part: str, shape: str, name: str, error: Exception) -> None:
-    text = f"{type(error).__name__}: {error}"[-600:]
-    ROWS.append({"part": part, "shape": shape, "variant": name, "failed": text})
-    print(f"  {part} {shape} {name} FAILED {text[-200:]}", flush=True)
-
-
-def _name(options: dict[str, Any]) -> str:
-    return " ".join(f"{k}={v}" for k, v in options.items())
-
-
-# --- prefill ------------------------------------------------------------------------------------
-
-
-def _qkv(B: int, T: int) -> list[torch.Tensor]:
-    generator = torch.Generator("cuda").manual_seed(0)
-    return [
-        torch.randn(B * T, h, D, device="cuda", dtype=torch.bfloat16, generator=generator)
-        for h in (HQ, HK, HK)
-    ]
-
-
-def _packed(B: int, T: int) -> dict[str, Any]:
-    cu = torch.arange(0, B * T + 1, T, device="cuda", dtype=torch.int32)
-    lengths = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": T, "max_seqlen_k": T}
-    return lengths | {"softmax_scale": D**-0.5}
-
-
-def _sdpa(q, k, v, B: int, backend: SDPBackend) -> Callable[[], torch.Tensor]:
-    q, k, v = (x.view(B, -1, x.shape[1], D).transpose(1, 2) for x in (q, k, v))
-
-    def run() -> torch.Tensor:
-        with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-    return run
-
-
-def _flashinfer(q, k, v, B: int, backend: str) -> Callable[[], torch.Tensor]:
-    import flashinfer
-
-    workspace = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend=backend)
-    cu = _packed(B, q.shape[0] // B)["cu_seqlens_q"]
-    wrapper.plan(cu, cu, HQ, HK, D, causal=True, q_data_type=q.dtype, kv_data_type=q.dtype)
-    return lambda: wrapper.run(q, k, v)
-
-
-def _prefill(bad: dict[str, str], until: float) -> None:
-    for index, (B, T) in enumerate(PREFILL_SHAPES):
-        now = time.monotonic()
-        if now > until:
-            break
-        stop = now + (until - now) * 1.6 / (len(PREFILL_SHAPES) - index + 0.6)
-        shape, (q, k, v) = f"B={B} T={T}", _qkv(B, T)
-        runs: dict[str, Callable[[], Any]] = {
-            "cudnn": _sdpa(q, k, v, B, SDPBackend.CUDNN_ATTENTION),
-            "sdpa_fa2": _sdpa(q, k, v, B, SDPBackend.FLASH_ATTENTION),
-        }
-        for backend in ("fa3", "fa2"):
-            if _key(("flashinfer", {"backend": backend})) not in bad:
-                try:
-                    runs[f"flashinfer_{backend}"] = _flashinfer(q, k, v, B, backend)
-                except Exception as error:
-                    _failed("prefill", shape, f"flashinfer_{backend}", error)
-        packed = _packed(B, T)
-        runs["product"] = lambda q=q, k=k, v=v, packed=packed: prefill_attention(q, k, v, **packed)
-        peers = list(runs)
-        for options in PREFILL:
-            if _key(("prefill", options)) not in bad:
-                runs[_name(options)] = prefill_variant(q, k, v, B, options)
-        for options in GLUON:
-            if _key(("gluon", options)) not in bad:
-                runs["gluon " + _name(options)] = prefill_gluon(q, k, v, B, options)
-        want = runs["sdpa_fa2"]().transpose(1, 2).reshape(B * T, HQ, D)
-        want_lse = runs["product"]()[1]
-        errors: dict[str, float] = {}
-        for name in list(runs):
-            try:
-                got = runs[name]()
-                torch.cuda.synchronize()
-                if name in ("cudnn", "sdpa_fa2"):
-                    got = got.transpose(1, 2).reshape(B * T, HQ, D)
-                out, lse = got if isinstance(got, tuple) else (got, want_lse)
-                errors[name] = max(_error(out, want), 100 * _error(lse, want_lse))
-            except Exception as error:
-                _failed("prefill", shape, name, error)
-                del runs[name]
-        flops = 2 * B * HQ * T * T * D
-        ms = _rounds(runs, [p for p in peers if p in runs], 8, stop)
-        _report("prefill", shape, ms, errors, "TFLOP/s", flops / 1e9, "cudnn")
-        del runs, want, want_lse, q, k, v
-
-
-# --- column scores ------------------------------------------------------------------------------
-
-
-def _columns(bad: dict[str, str], until: float) -> None:
-    for index, (T, rows) in enumerate(COLUMN_SHAPES):
-        now = time.monotonic()
-        if now > until:
-            break
-        stop = now + (until - now) * 1.5 / (len(COLUMN_SHAPES) - index + 0.5)
-        shape, (q, k, v) = f"B=1 T={T} rows={rows}", _qkv(1, T)
-        packed = _packed(1, T)
-        lse = prefill_attention(q, k, v, **packed)[1]
-        calls: dict[str, Callable[[], Any]] = {
-            "product": lambda q=q, k=k, lse=lse, p=packed, rows=rows: column_scores(
-                q, k, lse, **p, rows=rows
-            ),
-        }
-        for options in _ALL_ROWS if rows is None else _FEW_ROWS:
-            compiled = options | {"splits": 1} if "splits" in options else options
-            if _key(("columns", compiled)) in bad:
-                continue
-            if options.get("splits", 1) * options["BM"] <= max(rows or T, options["BM"]):
-                calls[_name(options)] = columns_variant(q, k, lse, 1, rows, options)
-        want = calls["product"]()
-        errors: dict[str, float] = {}
-        count = 20 if rows is not None else 1
-        runs: dict[str, Callable[[], Any]] = {}
-        for name, call in calls.items():
-            try:
-                errors[name] = _error(call(), want)
-                runs[name] = _graph([call] * count)
-            except Exception as error:
-                _failed("columns", shape, name, error)
-        # The attention itself as the yardstick: the targets are fractions of it.
-        once = _graph([lambda q=q, k=k, v=v, p=packed: prefill_attention(q, k, v, **p)])
-        cudnn = _graph([_sdpa(q, k, v, 1, SDPBackend.CUDNN_ATTENTION)])
-        ms = _rounds(runs, ["product"], 8, stop, per_call=count)
-        prefill, peer = (statistics.median(_once(r) for _ in range(3)) for r in (once, cudnn))
-        seen = T * T / 2 if rows is None else rows * (T - rows / 2)
-        _report("columns", shape, ms, errors, "TFLOP/s", 2 * HQ * seen * D / 1e9, "product")
-        best = min(ms.values())
-        print(f"  best {100 * best / prefill:.1f} % of the product prefill ({prefill:.3f} ms), "
-              f"{100 * best / peer:.1f} % of cuDNN ({peer:.3f} ms)", flush=True)  # fmt: skip
-        attention = {"product_prefill_ms": prefill, "cudnn_ms": peer}
-        ROWS.append({"part": "columns", "shape": shape, "variant": "attention"} | attention)
-
-
-# --- paged decode -------------------------------------------------------------------------------
-
-
-def _decode_problem(B: int, S: int, pools: int) -> list[dict[str, torch.Tensor]]:
-    pages = -(-S // PAGE)
-    table = torch.randperm(B * HK * pages, device="cuda", dtype=torch.int32).view(B, HK, pages)
-    fixed = {
-        "q": torch.randn(B, HQ, D, device="cuda", dtype=torch.bfloat16),
-        "block_table": table,
-        "cache_seqlens": torch.full((B, HK), S, device="cuda", dtype=torch.int32),
-    }
-    shape = (B * HK * pages, PAGE, D)
-    return [
-        fixed
-        | {
-            name: torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_()
-            for name in ("k_pages", "v_pages")
-        }
-        for _ in range(pools)
-    ]
-
-
-def _decode_call(
-    t: dict[str, torch.Tensor], options: dict[str, Any], probs: str | None = None
-) -> Callable[[], Any]:
-    """options: chunk (None: the product's choice), tile (None: the product's)."""
-
-    def call() -> Any:
-        shipped = decode._CONFIG["sm90", D]
-        decode._CONFIG["sm90", D] = options.get("tile") or shipped
+def checked(
+    sweep: Sweep, part: str, shape: str, runs: dict[str, Run], want: torch.Tensor
+) -> dict[str, float]:
+    """Relative error of every run against `want`; those that fail are removed."""
+    errors = {}
+    for name, run in list(runs.items()):
         try:
-            return decode.paged_decode_attention(
-                **t, softmax_scale=D**-0.5, chunk_size=options.get("chunk"), probs=probs
-            )
-        finally:
-            decode._CONFIG["sm90", D] = shipped
+            got = run()
+            got = got[0] if isinstance(got, tuple) else got
+            errors[name] = float((got.float() - want.float()).norm() / want.float().norm())
+        except Exception as error:
+            sweep.add(part, shape, variant=name, failed=f"{type(error).__name__}: {error}"[-600:])
+            print(f"  {part} {shape} {name} FAILED {str(error)[-200:]}", flush=True)
+            del runs[name]
+    return errors
 
-    return call
+
+# --- parts --------------------------------------------------------------------------------------
 
 
-def _decode(bad: dict[str, str], until: float) -> None:
-    for index, (B, S) in enumerate(DECODE_SHAPES):
-        now = time.monotonic()
-        if now > until:
-            break
-        stop = now + (until - now) * 1.5 / (len(DECODE_SHAPES) - index + 0.5)
-        size = 4 * B * HK * S * D  # bytes of K and V
-        pools = _decode_problem(B, S, max(1, min(64, -(-(160 << 20) // size))))
+def sweep_prefill(sweep: Sweep, share: float) -> None:
+    """Against cuDNN, with the product's own choice among the variants."""
+    for (batch, tokens), until in sweep.shapes(PREFILL_SHAPES, share):
+        t, shape = packed(batch, tokens), f"B={batch} T={tokens}"
+        runs = {"cudnn": sdpa(t, batch, SDPBackend.CUDNN_ATTENTION), "product": prefill_run(t, {})}
+        for options in (*GLUON, *PLAIN):
+            if f"prefill {name_of(options)}" not in sweep.bad:
+                runs[name_of(options)] = prefill_run(t, options)
+        want = sdpa(t, batch, SDPBackend.FLASH_ATTENTION)()
+        errors = checked(sweep, "prefill", shape, runs, want)
+        count = max(1, 16384 // (batch * tokens))  # the host must not be what is timed
+        runs = {name: graph([run] * count) for name, run in runs.items()}
+        amount = 2 * batch * HQ * tokens * tokens * D / 1e9
+        measure(sweep, "prefill", shape, runs, until, amount, "TFLOP/s", "cudnn", errors, count)
+
+
+def sweep_columns(sweep: Sweep, share: float) -> None:
+    """Under a CUDA graph, also as a fraction of the prefill attention itself."""
+    for (tokens, rows), until in sweep.shapes(COLUMN_SHAPES, share):
+        shape, t = f"B=1 T={tokens} rows={rows}", packed(1, tokens, with_lse=True)
+        runs = {"product": columns_run(t, rows, {})}
+        for options in columns_options(rows):
+            if f"columns {name_of(options)}" not in sweep.bad:
+                runs[name_of(options)] = columns_run(t, rows, options)
+        errors = checked(sweep, "columns", shape, runs, runs["product"]())
+        count = 20 if rows is not None else 1
+        runs = {name: graph([run] * count) for name, run in runs.items()}
+        seen = tokens**2 / 2 if rows is None else rows * (tokens - rows / 2)
+        amount = 2 * HQ * seen * D / 1e9
+        measure(sweep, "columns", shape, runs, until, amount, "TFLOP/s", "product", errors, count)
+        attention = graph([prefill_run(packed(1, tokens), {})])
+        ms = statistics.median(once(attention) for _ in range(3))
+        mine = [r for r in sweep.rows if (r["part"], r["shape"]) == ("columns", shape)]
+        best = min(row["ms"] for row in mine if "ms" in row)
+        sweep.add("columns", shape, variant="prefill attention", attention_ms=ms)
+        print(f"  best: {100 * best / ms:.1f} % of the prefill attention ({ms:.3f} ms)", flush=True)
+
+
+def sweep_decode(sweep: Sweep, share: float) -> None:
+    """Under a CUDA graph over several pools; tiles only for the two best chunks."""
+    for (batch, slots), until in sweep.shapes(DECODE_SHAPES, share):
+        size = 4 * batch * HK * slots * D  # bytes of K and V
+        pools = paged(batch, slots, max(1, min(64, -(-(160 << 20) // size))))
         count = max(20, len(pools)) if size < 1 << 29 else 4
-        shape = f"B={B} S={S}"
-        product = _decode_call(pools[0], {})
-        want = product()[0]
-        errors: dict[str, float] = {}
+        shape = f"B={batch} S={slots}"
 
-        def prepare(
-            options: dict[str, Any], probs: str | None = None, pools=pools, count=count,
-            want=want, errors=errors, shape=shape,
-        ) -> dict[str, Callable[[], Any]]:  # fmt: skip
-            name = (_name(options) or "product") + (f" probs={probs}" if probs else "")
-            known = {"chunk": options.get("chunk"), "tile": options.get("tile")}
-            if _key(("decode", known)) in bad:
-                return {}
-            try:
-                calls = [_decode_call(t, options, probs) for t in pools]
-                errors[name] = _error(calls[0]()[0], want)
-                return {name: _graph([calls[i % len(calls)] for i in range(count)])}
-            except Exception as error:
-                _failed("decode", shape, name, error)
-                return {}
+        def prepared(options: dict[str, Any], pools=pools, count=count) -> Run:
+            calls = [decode_run(t, options) for t in pools]
+            return graph([calls[i % len(calls)] for i in range(count)])
 
-        runs = prepare({}) | prepare({}, "mean")
-        for chunk in CHUNKS:
-            if -(-S // chunk) * B * HK < 1 << 16:
-                runs |= prepare({"chunk": chunk, "tile": TILES[0]})
-        first = {n: _once(r) for n, r in runs.items() if "tile" in n}
-        chunks = [int(n.split()[0].split("=")[1]) for n in sorted(first, key=first.__getitem__)]
-        for chunk in chunks[:2]:
-            for tile in TILES[1:]:
-                if time.monotonic() < stop and chunk % tile[0] == 0:
-                    runs |= prepare({"chunk": chunk, "tile": tile})
-        ms = _rounds(runs, ["product", "product probs=mean"], 6, stop, per_call=count)
-        _report("decode", shape, ms, errors, "TB/s", size / 1e9, "product")
-        del runs, pools, product
+        fits = [c for c in CHUNKS if -(-slots // c) * batch * HK < 1 << 16]
+        variants = [{"chunk": c, "tile": TILES[0]} for c in fits]
+        first = {c["chunk"]: once(prepared(c)) for c in variants}
+        best = sorted(first, key=first.__getitem__)[:2]
+        variants += [{"chunk": c, "tile": t} for c in best for t in TILES[1:] if c % t[0] == 0]
+        variants = [v for v in variants if f"decode {name_of(v)}" not in sweep.bad]
+        plain = {name_of(v): decode_run(pools[0], v) for v in ({}, *variants)}
+        errors = checked(sweep, "decode", shape, plain, plain["product"]()[0])
+        runs = {name_of(v): prepared(v) for v in ({}, *variants) if name_of(v) in plain}
+        measure(sweep, "decode", shape, runs, until, size / 1e9, "TB/s", "product", errors, count)
+
+
+def print_table(sweep: Sweep) -> None:
+    """The fastest variant of every shape."""
+    print("fastest by shape (speed over the product's own choice):")
+    keys = dict.fromkeys((r["part"], r["shape"]) for r in sweep.rows if "ms" in r)
+    for key in keys:
+        rows = [r for r in sweep.rows if (r["part"], r["shape"]) == key and "ms" in r]
+        ms = {row["variant"]: row["ms"] for row in rows}
+        ours = [name for name in ms if name not in ("cudnn", "product")]
+        best = min(ours, key=ms.__getitem__)
+        print(f"  {key[0]:8} {key[1]:22} {best}  {ms.get('product', ms[best]) / ms[best]:.3f}x")
+
+
+def main() -> None:
+    """Build, measure, write."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("parts", nargs="?", default="all")
+    parser.add_argument("--seconds", type=float, default=200.0)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    sweep = Sweep(args.out / "sweep.json", args.seconds)
+    parts = ["prefill", "columns", "decode"] if args.parts == "all" else args.parts.split(",")
+    jobs = [("prefill", o) for o in (*GLUON, *PLAIN) if "prefill" in parts]
+    if "columns" in parts:
+        found = {name_of(o): o for rows in (64, None) for o in columns_options(rows)}
+        jobs += [("columns", o) for o in found.values()]
+    if "decode" in parts:
+        jobs += [("decode", {"chunk": c, "tile": t}) for t in TILES for c in CHUNKS if c >= t[0]]
+    build(sweep, jobs, limit=min(60.0, args.seconds / 3))
+    kinds = {"prefill": sweep_prefill, "columns": sweep_columns, "decode": sweep_decode}
+    for index, part in enumerate(parts):
+        try:
+            kinds[part](sweep, 1 / (len(parts) - index))
+        except Exception:
+            traceback.print_exc()
+    print_table(sweep)
 
 
 if __name__ == "__main__":
