@@ -152,7 +152,8 @@ def _clear(
     for row in range(lo + m0 // BLOCK_M * ROWS, hi, blocks * ROWS):
         inside = row + r < hi
         gl.store(lse + head.to(gl.int64) * num_q + row + r, empty, mask=inside)
-        rows = out + (row.to(gl.int64) * NUM_HEADS + head) * HEAD_DIM
+        wide = head.to(gl.int64) + gl.cast(row, gl.int64) * NUM_HEADS
+        rows = out + wide * HEAD_DIM
         pointers = rows + r[:, None] * (NUM_HEADS * HEAD_DIM) + d[None, :]
         gl.store(pointers, zero, mask=inside[:, None])
 

@@ -9,6 +9,7 @@ q [Tq, HQ, D], k and v [Tk, HK, D], query head h reads KV head h // G.
 One program owns BLOCK_M rows of one query head and streams its keys through three zones: the ragged
 left edge of a window (masked), the keys that all rows see (no mask, no bounds), the diagonal and
 the tail (masked). With explicit positions nothing is known about the order: one masked zone.
+On Hopper what a prompt usually is takes the warp-specialised kernel of `_prefill_gluon.py`.
 """
 
 from __future__ import annotations
