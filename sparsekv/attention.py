@@ -110,10 +110,13 @@ def _prefill(
             rows=need.rows, statistic=need.statistic, group=need.group, **geometry,
         ).expand(-1, heads, -1)  # fmt: skip
 
-    positions = torch.arange(part.tokens, dtype=torch.int32, device=k.device)
-    held = rows.used[:, None].expand(batch, heads)
-    host = np.repeat(part.lengths[:, None], heads, axis=1)
-    candidates = Candidates(positions.expand(batch, heads, -1), held, host, None)
+    def fresh() -> Candidates:
+        positions = torch.arange(part.tokens, dtype=torch.int32, device=k.device)
+        held = rows.used[:, None].expand(batch, heads)
+        host = np.repeat(part.lengths[:, None], heads, axis=1)
+        return Candidates(positions.expand(batch, heads, -1), held, host, None)
+
+    candidates = part.once(("fresh", k.device, heads), fresh)
     _write_kept(state, layer, part, k, v, choose(state, layer, candidates, columns_of))
     _remember_queries(state, layer, _queries(q, part))
     return out.unflatten(0, (batch, part.tokens))

@@ -229,8 +229,12 @@ class SparseState:
         assert self.limits is not None
         if part.kind == "prefill":
             keep = np.minimum(self.limits.keep[members], part.lengths)
-            pages = -(-keep // store.pool.page_size)
-            store.pool.reserve(int(pages.sum()) * store.lens.shape[2])
+            if self.policy.ragged:  # who gets which page is known when a layer has selected
+                pages = -(-keep // store.pool.page_size)
+                store.pool.reserve(int(pages.sum()) * store.lens.shape[2])
+            else:
+                new = np.broadcast_to(keep[:, :, None], store.lens.shape)
+                store.ensure(np.arange(len(members)), new, self.rewrites[members])
         elif part.kind == "decode" and not self.recording:
             held = store.lens
             room = held < self.limits.budget[members][:, :, None]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsekv.cache.pages import PagePool
+from sparsekv.cache.pages import PagePool, upload
 from sparsekv.kernels.append import append_kv
 from sparsekv.kernels.compact import compact_kv
 
@@ -108,7 +108,7 @@ class PagedKVCache:
         *where, ids = where_and_ids
         self.table[tuple(where)] = ids
         flat = np.ravel_multi_index(where, self.table.shape)
-        both = torch.from_numpy(np.stack([flat, ids.astype(np.int64)])).to(self.pool.device)
+        both = upload(np.stack([flat, ids.astype(np.int64)]), self.pool.device)
         self.block_table.view(-1)[both[0]] = both[1].int()
 
     # ------------------------------------------------------------------ slots
@@ -189,7 +189,7 @@ class PagedKVCache:
         self.pool.share(table.ravel())
         self.pool.release(self.table.ravel())
         self.table, self.lens, self.pages = table, self.lens[:, rows], self.pages[:, rows]
-        index = torch.from_numpy(rows.astype(np.int64)).to(self.pool.device)
+        index = upload(rows.astype(np.int64), self.pool.device)
         self.block_table = self.block_table[:, index]
         self.seqlens = self.seqlens[:, index]
 
@@ -209,8 +209,8 @@ class PagedKVCache:
         self.table[layer] = np.pad(snapshot.table, [(0, 0), (0, 0), (0, pad)])
         self.pages[layer] = (self.table[layer] != 0).sum(-1)
         device = self.pool.device
-        self.block_table[layer] = torch.from_numpy(self.table[layer]).to(device)
-        self.set_lens(layer, torch.from_numpy(snapshot.lens).to(device), snapshot.lens)
+        self.block_table[layer] = upload(self.table[layer], device)
+        self.set_lens(layer, upload(snapshot.lens, device), snapshot.lens)
 
     def free(self) -> None:
         """Give every page back."""

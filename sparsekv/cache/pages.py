@@ -96,9 +96,14 @@ class PagePool:
 
     def copy(self, source: np.ndarray, target: np.ndarray) -> None:
         """Copy whole pages `source[i]` -> `target[i]` (copy-on-write)."""
-        pair = torch.from_numpy(np.stack([source, target]).astype(np.int64)).to(self.device)
+        pair = upload(np.stack([source, target]).astype(np.int64), self.device)
         for pages in (self.k_pages, self.v_pages, self.positions, self.scores):
             pages[pair[1]] = pages[pair[0]]
+
+
+def upload(array: np.ndarray, device: torch.device) -> Tensor:
+    """`array` on `device`; the host does not wait, for the driver copies pageable memory aside."""
+    return torch.from_numpy(array).to(device, non_blocking=True)
 
 
 def _grown(tensor: Tensor, pages: int) -> Tensor:
