@@ -101,8 +101,12 @@ class SparseCache(Cache):
         *,
         page_size: int = 16,
         sink_shift: SinkShift | None = None,
+        kv_dtype: str | None = None,
     ) -> None:
-        self.state = SparseState(policy, budget, layers, page_size=page_size, sink_shift=sink_shift)
+        self.state = SparseState(
+            policy, budget, layers,
+            page_size=page_size, sink_shift=sink_shift, kv_dtype=kv_dtype,
+        )  # fmt: skip
         super().__init__(layers=[SparseLayer(self.state, i) for i in range(len(layers))])
 
     def report(self) -> CacheReport:

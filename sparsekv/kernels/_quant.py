@@ -76,6 +76,12 @@ def kv_format(
     return form
 
 
+def check_kv_dtype(kv_dtype: str | None) -> None:
+    """Raise ValueError unless kv_dtype is None or the name of a format."""
+    if kv_dtype is not None:
+        kv_format(kv_dtype)
+
+
 def formats_of(arch: str) -> list[KVFormat]:
     """The formats that an arch of `ARCHS` can serve."""
     return [f for name, f in KV_FORMATS.items() if name != "fp8_e4m3" or arch not in _NO_E4M3]
