@@ -49,7 +49,7 @@ def paged_decode_attention_reference(
     if probs is None:
         return out, lse, None
     p = torch.nn.functional.pad(p, (0, block_table.shape[2] * k_pages.shape[1] - used))
-    return out, lse, _reduce_group(p, probs)
+    return out, lse, _reduce_group(p, probs).float()
 
 
 def _gather_pages(pages: Tensor, table: Tensor, used: int) -> Tensor:
