@@ -50,6 +50,8 @@ def choose(
     host = np.minimum(state.limits.keep[layer][:, None], keys.host)
     drop = bool((host < keys.host).any())
     need = None if ordinal is None else policy.needs(ordinal, "prefill")
+    if state.deferred and need is not None and need.rows is not None:
+        need = None  # the observation window is the end of the prompt, which is still to come
     columns = columns_of(need) if need is not None and (policy.stateful or drop) else None
     slot_scores = keys.slot_scores
     if columns is not None and policy.stateful and ordinal is not None:

@@ -18,6 +18,7 @@ from sparsekv.cache.pages import PagePool
 from sparsekv.headwise import Scores
 from sparsekv.kernels._quant import check_kv_dtype
 from sparsekv.plan import LayerSpec, Limits, make_limits
+from sparsekv.policies import Full
 from sparsekv.policies.base import ModelShape, Policy
 from sparsekv.rope import SinkShift
 from sparsekv.step import Part, RowTensors, real_lengths
@@ -32,8 +33,11 @@ class SparseState:
         page_size: 16, 32 or 64.
         sink_shift: how to rotate keys, for policies that re-index positions.
         kv_dtype: None, or how K and V are quantised, see `sparsekv.patch`.
+        defer_eviction: keep a prompt that comes in several forwards whole until its last one, which
+            then keeps what a single forward would have kept.
 
     Attributes:
+        deferred: whether the forward that runs leaves eviction to a later one.
         tokens: int [B] real tokens of each row so far.
         gaps: (before, pads) of each forward with padding: row b had pads[b] columns of padding
             before its token at position before[b].
@@ -57,6 +61,7 @@ class SparseState:
         page_size: int = 16,
         sink_shift: SinkShift | None = None,
         kv_dtype: str | None = None,
+        defer_eviction: bool = False,
     ) -> None:
         check_kv_dtype(kv_dtype)
         self.kv_dtype = kv_dtype
@@ -64,7 +69,7 @@ class SparseState:
         self.layers, self.page_size = list(layers), page_size
         full = (i for i, spec in enumerate(self.layers) if spec.window is None)
         self.ordinal = {layer: i for i, layer in enumerate(full)}
-        self.sink_shift = sink_shift
+        self.sink_shift, self.defer_eviction = sink_shift, defer_eviction
         self.draft_start: int | None = None
         self.max_columns: int | None = None
         self.chunked_until = 0
@@ -85,6 +90,7 @@ class SparseState:
         self.log: dict[int, list[tuple[Part, Tensor, Tensor, Tensor, Scores]]] = {}
         self.steady: dict[torch.device, RowTensors] | None = None
         self.held_steps = 0
+        self.deferred = False
         self._stores: dict[int, tuple[PagedKVCache, int]] = {}
         self._parts: list[Part] = []
         self._start = -1
@@ -164,7 +170,9 @@ class SparseState:
         if parts[0].kind != "decode":
             self.held_steps = 0
             shape = ModelShape(len(self.ordinal), q.shape[1], k.shape[1], head_dim)
-            limits = make_limits(self.policy, self.budget, self.layers, shape, parts[0].seen)
+            self.deferred = self.defer_eviction and start + tokens < self.chunked_until
+            policy = Full() if self.deferred else self.policy
+            limits = make_limits(policy, self.budget, self.layers, shape, parts[0].seen)
             self._keep_sinks(limits)
             self.limits = limits
         self._start, self._parts = start, parts

@@ -21,6 +21,8 @@ KEY_MARK = "_sparsekv_layer"
 WINDOW_MARK = "_sparsekv_window"
 # The kv_offset by which the mask function knows that the cache is ours: no column is negative.
 OWN_CACHE = -1
+# The same for the cache of a traced decode step; its mask is empty, see `sparsekv.hf.step`.
+STEP_CACHE = -2
 # Arguments of other attention variants that would change the result if they were ignored.
 _UNSUPPORTED = ("position_bias", "indices", "block_indices", "sinks", "cu_seq_lens_q")
 
@@ -31,7 +33,6 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, attention_mask)
 
 
-@torch.compiler.disable
 def attention_forward(
     module: nn.Module,
     query: Tensor,
@@ -55,19 +56,41 @@ def attention_forward(
         raise ValueError(f"expected plain causal attention, got {', '.join(given)}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     sinks = s_aux.to_local() if hasattr(s_aux, "to_local") else s_aux  # type: ignore[union-attr]
+    if attention_mask is not None and attention_mask.numel() == 0:
+        return torch.ops.sparsekv.decode_step(
+            query, key, value, module.layer_idx, scale, softcap, sliding_window, sinks
+        ), None
+    scores = Scores(scale, softcap, sinks)
+    causal = kwargs.get("is_causal")
+    inputs = (query, key, value, attention_mask)
+    return _attend(module, *inputs, scores, sliding_window, dropout, causal), None
+
+
+@torch.compiler.disable
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scores: Scores,
+    sliding_window: int | None,
+    dropout: float,
+    is_causal: bool | None,
+) -> Tensor:
+    """By the cache that the key is marked with, or densely. Returns [B, T, HQ, D]."""
     layer = getattr(key, KEY_MARK, None)
     if layer is not None:
-        if not (getattr(module, "is_causal", True) and kwargs.get("is_causal") is not False):
+        if not getattr(module, "is_causal", True) or is_causal is False:
             raise ValueError("expected causal attention, got bidirectional attention")
-        scores = Scores(scale, softcap, sinks)
         window = sliding_window or getattr(attention_mask, WINDOW_MARK, None)
-        return layer.attend(query, key, value, attention_mask, scores, window), None
-    if softcap is None and sinks is None:
+        return layer.attend(query, key, value, attention_mask, scores, window)
+    if scores.softcap is None and scores.sinks is None:
         return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scale,
-            is_causal=kwargs.get("is_causal"),
-        )  # fmt: skip
-    return _dense(query, key, value, attention_mask, scale, softcap, sinks), None
+            module, query, key, value, attention_mask, dropout=dropout,
+            scaling=scores.softmax_scale, is_causal=is_causal,
+        )[0]  # fmt: skip
+    return _dense(query, key, value, attention_mask, scores)
 
 
 def _dense(
@@ -75,11 +98,10 @@ def _dense(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
+    scores: Scores,
 ) -> Tensor:
     """Dense attention with softcap and sinks, which SDPA cannot do. Returns [B, T, HQ, D]."""
+    scale, softcap, sinks = scores.softmax_scale, scores.softcap, scores.sinks
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     logits = torch.matmul(q, k.transpose(-1, -2)) * scale
@@ -112,6 +134,8 @@ def attention_mask(
     Raises:
         ValueError: a custom mask function, or padding in a decode step.
     """
+    if kv_offset == STEP_CACHE:
+        return torch.empty(0, dtype=torch.bool, device=kwargs.get("device"))
     if kv_offset != OWN_CACHE:
         return sdpa_mask(
             q_length=q_length, kv_offset=kv_offset, attention_mask=attention_mask,

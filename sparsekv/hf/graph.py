@@ -2,7 +2,8 @@
 
 `generate` asks the model whether its decode forward can be compiled and, if so, for the compiled
 call. A patched model answers with a `GraphedDecode`: the first step runs as always (it compiles the
-kernels), the second is captured, all further ones are replays. What cannot be captured runs as
+kernels), the second is captured, all further ones are replays. With `patch(..., compile=True)` what
+is captured is the forward that torch.compile made. What cannot be captured or compiled runs as
 always, after one warning that names the reason.
 """
 
@@ -13,17 +14,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
 from transformers import PreTrainedModel
 
 from sparsekv.hf.cache import SparseCache
 from sparsekv.hf.compat import cache_key, tp_size
+from sparsekv.hf.step import CompiledStep
 from sparsekv.steady import HostCount, addresses, advance, hold
 
 # Decode steps whose pages are found in advance; when they are used up, the next are, and the
 # graph is captured again.
 _HELD_STEPS = 2048
 _UNTOLD_STEPS = 256
-_FORWARD = ("input_ids", "position_ids", "attention_mask", "use_cache", "logits_to_keep")
+_FORWARD = ("input_ids", "position_ids", "logits_to_keep")
 
 
 def can_graph(model: PreTrainedModel, cache: SparseCache, generation_config: Any) -> bool:
@@ -43,11 +46,14 @@ class GraphedDecode:
     """Stands in for `model.__call__` in the decode loop of one `generate`.
 
     compile_config: for caches that are not ours, which get transformers' own compiled call.
+    compiled: the model's compiled decode step, or None to capture its forward as it is.
     """
 
-    def __init__(self, model: PreTrainedModel, compile_config: Any) -> None:
+    def __init__(
+        self, model: PreTrainedModel, compile_config: Any, compiled: CompiledStep | None = None
+    ) -> None:
         self.model, self.name = model, cache_key(model)
-        self.compile_config = compile_config
+        self.compile_config, self.compiled = compile_config, compiled
         self.graph: torch.cuda.CUDAGraph | None = None
         self.memory: tuple[int, ...] = ()
         self.inputs: dict[str, Tensor] = {}
@@ -68,37 +74,52 @@ class GraphedDecode:
             hold(cache.state, min(left, _HELD_STEPS) if left > 0 else _UNTOLD_STEPS)
             self.graph = None
             return self.model(**inputs)
+        if self.compiled is not None and len(inputs["input_ids"]) not in self.compiled.warm:
+            return self._compile(inputs, cache)
         if self.graph is None or addresses(cache.state) != self.memory:
             if not self._capture(inputs, cache):
                 return self.model(**inputs)
+            assert self.graph is not None
+            self.graph.replay()
         else:
             for name, static in self.inputs.items():
                 static.copy_(inputs[name])
-            advance(cache.state)
-        assert self.graph is not None
-        self.graph.replay()
+            self.graph.replay()
+            advance(cache.state)  # the host counts while the device works
         return self.output
 
     def _plain(self, inputs: dict[str, Any], cache: SparseCache) -> bool:
         """One token a row and no argument that this class does not know."""
-        known = {*_FORWARD, self.name, "return_dict"}
+        known = {*_FORWARD, self.name, "attention_mask", "use_cache", "return_dict"}
         unknown = [name for name, value in inputs.items() if name not in known and value]
         if unknown:
             return self._refuse(f"generate passes {', '.join(unknown)}")
         ids = inputs.get("input_ids")
-        return ids is not None and ids.shape[1] == 1 and not cache.state.recording
+        if ids is None or ids.shape[1] != 1 or cache.state.recording:
+            return False
+        if inputs.get("position_ids") is None:  # it would ask the cache for a length, once
+            return self._refuse("the model is not told its positions")
+        return True
+
+    def _compile(self, inputs: dict[str, Any], cache: SparseCache) -> Any:
+        """A step by the compiled forward, which is compiled for this batch size on the way."""
+        assert self.compiled is not None
+        try:
+            return self.compiled(self.model, _forwarded(inputs), cache)
+        except TorchDynamoException as error:  # while tracing or compiling: no layer has run yet
+            self.compiled = None
+            reason = str(error).strip().splitlines()[0]
+            warnings.warn(f"sparsekv decodes without torch.compile: {reason}", stacklevel=3)
+            return self.model(**inputs)
 
     def _capture(self, inputs: dict[str, Any], cache: SparseCache) -> bool:
-        names = [name for name in ("input_ids", "position_ids") if inputs.get(name) is not None]
-        self.inputs = {name: inputs[name].clone() for name in names}
+        forward = _forwarded(inputs)
+        self.inputs = {name: x.clone() for name, x in forward.items() if isinstance(x, Tensor)}
         before = HostCount.of(cache.state)
         graph = torch.cuda.CUDAGraph()
-        forward: dict[str, Any] = {**self.inputs, self.name: cache, "use_cache": True}
-        if inputs.get("logits_to_keep") is not None:
-            forward["logits_to_keep"] = inputs["logits_to_keep"]
         try:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self.output = self.model(**forward, return_dict=True)
+                self.output = self._step(forward | self.inputs, cache)
         except (RuntimeError, ValueError, NotImplementedError) as error:
             before.put_back(cache.state)
             _leave_capture()
@@ -106,10 +127,20 @@ class GraphedDecode:
         self.graph, self.memory = graph, addresses(cache.state)
         return True
 
+    def _step(self, forward: dict[str, Any], cache: SparseCache) -> Any:
+        if self.compiled is not None:
+            return self.compiled(self.model, forward, cache)
+        return self.model(**forward, **{self.name: cache}, use_cache=True, return_dict=True)
+
     def _refuse(self, reason: str) -> bool:
         self.refused = True
         warnings.warn(f"sparsekv decodes without a CUDA graph: {reason}", stacklevel=4)
         return False
+
+
+def _forwarded(inputs: dict[str, Any]) -> dict[str, Any]:
+    """What a fixed step is given: no padding mask, for one token a row needs none."""
+    return {name: inputs[name] for name in _FORWARD if inputs.get(name) is not None}
 
 
 def _leave_capture() -> None:

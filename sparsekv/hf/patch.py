@@ -27,6 +27,7 @@ from sparsekv.hf.check import (
 )
 from sparsekv.hf.compat import cache_key
 from sparsekv.hf.graph import GraphedDecode, can_graph
+from sparsekv.hf.step import CompiledStep
 from sparsekv.policies import Full, Policy, get_policy, resolve_budget
 from sparsekv.rope import SinkShift
 
@@ -47,6 +48,8 @@ class Patch:
     attn_implementation: str
     sink_shift: SinkShift | None
     kv_dtype: str | None
+    compiled: CompiledStep | None
+    defer_eviction: bool
 
 
 def patch(
@@ -56,6 +59,8 @@ def patch(
     *,
     page_size: int = 16,
     kv_dtype: str | None = None,
+    compile: bool = False,
+    defer_eviction: bool = False,
 ) -> Model:
     """Make `model.generate` use a sparse KV cache. Returns the same model.
 
@@ -69,6 +74,11 @@ def patch(
         kv_dtype: None keeps K and V as they are; "fp8_e4m3" (CUDA 8.9 or newer), "fp8_e5m2", "int8"
             or "int4" quantises what is kept, with one scale per token and KV head. A prompt is
             attended as it is and quantised when it is kept; every later step reads what is kept.
+        compile: let torch.compile make the decode step that is captured on a GPU. The first
+            generation with every batch size takes half a minute longer, later ones are faster.
+        defer_eviction: with `generate(prefill_chunk_size=...)`, evict after the last chunk and not
+            after each: the same tokens stay as without chunks, but the whole prompt is cached
+            until then.
 
     Raises:
         ValueError: an unknown policy or kv_dtype, a bad budget, or a model or device that cannot be
@@ -84,7 +94,10 @@ def patch(
     before = previous.attn_implementation if previous else model.config._attn_implementation
     register()
     model.set_attn_implementation(NAME)
-    model.__dict__[_RECORD] = Patch(chosen, budget, page_size, before, shift, kv_dtype)
+    compiled = CompiledStep() if compile else None
+    model.__dict__[_RECORD] = Patch(
+        chosen, budget, page_size, before, shift, kv_dtype, compiled, defer_eviction
+    )
     for name, method in _METHODS.items():
         model.__dict__.setdefault(name, types.MethodType(method, model))
     try:
@@ -118,6 +131,7 @@ def new_cache(model: PreTrainedModel) -> SparseCache:
     return SparseCache(
         record.policy, record.budget, layer_specs(model),
         page_size=record.page_size, sink_shift=record.sink_shift, kv_dtype=record.kv_dtype,
+        defer_eviction=record.defer_eviction,
     )  # fmt: skip
 
 
@@ -206,7 +220,7 @@ def _may_compile(self: PreTrainedModel, model_kwargs: dict, generation_config: A
 
 def _compiled_call(self: PreTrainedModel, compile_config: Any) -> GraphedDecode:
     """Stand in for `get_compiled_call`."""
-    return GraphedDecode(self, compile_config)
+    return GraphedDecode(self, compile_config, _record(self).compiled)
 
 
 # What `patch` binds to the instance.

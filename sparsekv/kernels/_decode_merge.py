@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ._common import ARCHS, LN2, LOG2E, AotRow, launch_options, padded_head_dim
 
-BLOCK_C = 16  # chunks a step of the merge
+MERGE_TILE = 8192  # accumulators a step of the merge: 64 chunks of 128, 64 registers a thread
 BLOCK_S = 512  # slots a program of the probabilities
 
 
@@ -67,24 +67,23 @@ def combine_kernel(
     part_ml += index * chunks * 2
     part_acc += index * chunks * D
 
+    # One pass with a running maximum: no load waits for another one.
     m = tl.full([1], float("-inf"), tl.float32)
-    for start in range(0, used, BLOCK_C):
-        c = start + offs_c
-        m_c = tl.load(part_ml + c * 2, mask=c < used, other=float("-inf"))  # [BLOCK_C]
-        m = tl.maximum(m, tl.max(m_c, 0))
-    m_safe = tl.where(m == float("-inf"), 0.0, m)
-
     l = tl.zeros([1], tl.float32)
     acc = tl.zeros([1, BLOCK_D], tl.float32)
     for start in range(0, used, BLOCK_C):
         c = start + offs_c
-        m_c = tl.load(part_ml + c * 2, mask=c < used, other=float("-inf"))
+        m_c = tl.load(part_ml + c * 2, mask=c < used, other=float("-inf"))  # [BLOCK_C]
         l_c = tl.load(part_ml + c * 2 + 1, mask=c < used, other=0.0)
-        w = tl.exp2(m_c - m_safe)  # [BLOCK_C]
         tile = (c < used)[:, None] & (offs_d < D)[None, :]
         acc_c = tl.load(part_acc + c[:, None] * D + offs_d[None, :], mask=tile, other=0.0)
-        l += tl.sum(l_c * w, 0)
-        acc += tl.sum(acc_c * w[:, None], 0)[None, :]
+        m_new = tl.maximum(m, tl.max(m_c, 0))
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        w = tl.exp2(m_c - m_safe)
+        old = tl.exp2(m - m_safe)
+        l = l * old + tl.sum(l_c * w, 0)
+        acc = acc * old[:, None] + tl.sum(acc_c * w[:, None], 0)[None, :]
+        m = m_new
 
     one = tl.arange(0, 1)
     sink = tl.full([1], float("-inf"), tl.float32)
@@ -158,9 +157,13 @@ def combine(
         BLOCK_D=padded_head_dim(D),
         G=HQ // seqlens.shape[1],
         CHUNK=chunk,
-        BLOCK_C=BLOCK_C,
+        BLOCK_C=_chunks_a_step(chunks, D),
         **launch_options(4, 1),
     )
+
+
+def _chunks_a_step(chunks: int, head_dim: int) -> int:
+    return max(2, min(64, MERGE_TILE // padded_head_dim(head_dim), triton.next_power_of_2(chunks)))
 
 
 def probabilities(
@@ -192,14 +195,14 @@ def merge_signatures() -> list[AotRow]:
     rows: list[AotRow] = []
     types = "*fp32 *fp32 *i32 *bf16 *bf16 *fp32 i32" + " constexpr" * 5
     signature = dict(zip(combine_kernel.arg_names, types.split(), strict=True))
-    constexprs: dict[str, Any] = {"G": 4, "CHUNK": 256, "BLOCK_C": BLOCK_C}
+    constexprs: dict[str, Any] = {"G": 4, "CHUNK": 256}
     types = "*fp16 *fp32 *i32 *fp32 *fp32 i32" + " constexpr" * 4
     probs_signature = dict(zip(probs_kernel.arg_names, types.split(), strict=True))
     probs_constexprs: dict[str, Any] = {"G": 4, "BLOCK_N": 64, "BLOCK_S": BLOCK_S}
     options = launch_options(4, 1)
     for arch in ARCHS:
         for d in (64, 128, 256) if arch == "sm90" else (128,):
-            dims = {"D": d, "BLOCK_D": d}
+            dims = {"D": d, "BLOCK_D": d, "BLOCK_C": _chunks_a_step(64, d)}
             rows.append((combine_kernel, signature, constexprs | dims, options, arch))
         for reduce in ("none", "mean", "max") if arch == "sm90" else ("mean",):
             mode = {"REDUCE": reduce}

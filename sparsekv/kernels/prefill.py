@@ -13,19 +13,20 @@ the tail (masked). With explicit positions nothing is known about the order: one
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ._common import (
     ARCHS,
-    LN2,
     LOG2E,
     AotRow,
     aot_row,
+    arch_of,
     base2_logits,
     check_dtype,
     check_last_contiguous,
@@ -36,6 +37,8 @@ from ._common import (
     visible,
 )
 from ._masked import Align, Mask, check_packed, logit_chunks, spans
+from ._prefill_parts import finish_rows, zones
+from ._prefill_tma import describe, prefill_tma_kernel
 
 
 class _Tiles(NamedTuple):
@@ -135,25 +138,6 @@ def _attend(
     return acc, m, l
 
 
-@triton.jit
-def _zones(m0, nq, nk, shift, window, CAUSAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """(lo, full_lo, full_hi, hi): keys lo .. hi are seen by some row of m0 .. m0 + BM, all of
-    full_lo .. full_hi by every row. All but hi are multiples of BN, and full_lo <= full_hi.
-    """
-    hi = nk
-    full_hi = nk // BN * BN
-    if CAUSAL:
-        hi = tl.maximum(0, tl.minimum(nk, tl.minimum(m0 + BM, nq) + shift))
-        full_hi = tl.maximum(0, tl.minimum(nk, m0 + shift + 1)) // BN * BN
-    lo = 0
-    full_lo = 0
-    if window is not None:
-        lo = tl.maximum(0, m0 + shift - window + 1) // BN * BN
-        full_lo = tl.cdiv(tl.maximum(0, m0 + BM + shift - window), BN) * BN
-        full_lo = tl.minimum(full_lo, tl.cdiv(hi, BN) * BN)
-    return lo, full_lo, tl.maximum(full_lo, full_hi), hi
-
-
 @triton.jit(do_not_specialize=["stride_lh", "window"])
 def _prefill_kernel(
     q, k, v, sinks, out, lse,
@@ -202,7 +186,7 @@ def _prefill_kernel(
         )  # fmt: skip
     else:
         pos_q = offs_m + shift
-        lo, full_lo, full_hi, hi = _zones(m0, nq, nk, shift, window, CAUSAL, BLOCK_M, BLOCK_N)
+        lo, full_lo, full_hi, hi = zones(m0, nq, nk, shift, window, CAUSAL, BLOCK_M, BLOCK_N)
         if window is not None:
             acc, m, l = _attend(
                 acc, m, l, qt, k, v, pos_q, None, stride_kt, stride_vt, lo, full_lo, hi,
@@ -217,19 +201,9 @@ def _prefill_kernel(
             softmax_scale, softcap, window, True, CAUSAL, HEAD_DIM, BLOCK_D, BLOCK_N,
         )  # fmt: skip
 
-    empty = m == float("-inf")
-    m = tl.where(empty, 0.0, m)
-    if sinks is not None:
-        sink = tl.load(sinks + head).to(tl.float32) * LOG2E
-        m_sink = tl.maximum(m, sink)
-        acc *= tl.exp2(m - m_sink)[:, None]
-        l = l * tl.exp2(m - m_sink) + tl.exp2(sink - m_sink)
-        m = m_sink
-    l = tl.where(empty, 1.0, l)
-    row_lse = tl.where(empty, float("-inf"), (m + tl.log2(l)) * LN2)
-    tl.store(lse + head * stride_lh + rows, row_lse, mask=row_ok)
-    out_ptrs = out + (rows[:, None] * NUM_HEADS + head) * HEAD_DIM + offs_d[None, :]
-    tl.store(out_ptrs, (acc / l[:, None]).to(out.dtype.element_ty), mask=tile_ok)
+    finish_rows(
+        acc, m, l, sinks, out, lse, head, rows, row_ok, stride_lh, NUM_HEADS, HEAD_DIM, BLOCK_D
+    )
 
 
 def prefill_triton(
@@ -241,33 +215,57 @@ def prefill_triton(
     positions_q: Tensor | None = None, positions_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`prefill_attention` by the Triton kernel; CPU tensors need the interpreter."""
-    num_q, heads, head_dim = q.shape
-    kv_heads, sequences = k.shape[1], len(cu_seqlens_q) - 1
+    (num_q, heads, head_dim), kv_heads, sequences = q.shape, k.shape[1], len(cu_seqlens_q) - 1
     # Tokens of no sequence are nobody's: filled here, the kernel writes the others.
     out = torch.zeros((num_q, heads, head_dim), dtype=q.dtype, device=q.device)
     lse = torch.full((heads, num_q), -torch.inf, dtype=torch.float32, device=q.device)
-    # Large tiles pay off in the unmasked zone only, and have no registers left for options.
     plain = window is None and softcap is None and positions_k is None
-    reach = max_seqlen_q if plain else 0
-    tiles = [t for least, t in lookup(_CONFIG, q) if reach >= least][-1]
-    # While all K and V stay in L2, run the longest blocks of all heads first; else head by head.
-    fits_l2 = 2 * max_seqlen_k * kv_heads * head_dim * k.element_size() <= _L2_BYTES
-    heads_x = heads if fits_l2 else heads // kv_heads
+    tiles, heads_x = _plan(q, k, max_seqlen_q if plain else 0, max_seqlen_k)
     blocks = triton.cdiv(max_seqlen_q, tiles.block_m)
     if out.numel() == 0 or blocks * sequences == 0:
         return out, lse
-    _prefill_kernel[heads_x, blocks, sequences * (heads // heads_x)](
-        q, k, v, sinks, out, lse,
-        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, positions_q, positions_k,
+    grid = (heads_x, blocks, sequences * (heads // heads_x))
+    cu = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    common: dict[str, Any] = {
+        "CAUSAL": causal, "ALIGN_RIGHT": align == "right", "G": heads // kv_heads,
+        "NUM_HEADS": heads, "HEADS_X": heads_x, "BLOCK_D": padded_head_dim(head_dim),
+        "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n,
+    } | launch_options(tiles.num_warps, tiles.num_stages)  # fmt: skip
+    kd, vd = _descriptors(q, k, v, tiles.block_n) if plain else (None, None)
+    if kd is not None and vd is not None:
+        prefill_tma_kernel[grid](
+            q, kd, vd, sinks, out, lse, *cu, q.stride(0), q.stride(1), k.stride(1), v.stride(1),
+            num_q, float(softmax_scale), **common,
+        )  # fmt: skip
+        return out, lse
+    _prefill_kernel[grid](
+        q, k, v, sinks, out, lse, *cu, positions_q, positions_k,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), num_q,
         float(softmax_scale), None if softcap is None else float(softcap),
-        None if window is None else min(window, _NO_LIMIT),
-        CAUSAL=causal, ALIGN_RIGHT=align == "right", G=heads // kv_heads,
-        NUM_HEADS=heads, HEADS_X=heads_x, HEAD_DIM=head_dim, BLOCK_D=padded_head_dim(head_dim),
-        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-        **launch_options(tiles.num_warps, tiles.num_stages),
+        None if window is None else min(window, _NO_LIMIT), HEAD_DIM=head_dim, **common,
     )  # fmt: skip
     return out, lse
+
+
+def _plan(q: Tensor, k: Tensor, reach: int, max_seqlen_k: int) -> tuple[_Tiles, int]:
+    """(tiles, heads that run side by side); reach: max_seqlen_q, 0 where there are options.
+
+    Large tiles pay off in the unmasked zone only, and have no registers left for options.
+    """
+    tiles = [t for least, t in lookup(_CONFIG, q) if reach >= least][-1]
+    # While all K and V stay in L2, run the longest blocks of all heads first; else head by head.
+    kv_bytes = 2 * max_seqlen_k * k.shape[1] * k.shape[2] * k.element_size()
+    return tiles, q.shape[1] if kv_bytes <= _L2_BYTES else q.shape[1] // k.shape[1]
+
+
+def _descriptors(
+    q: Tensor, k: Tensor, v: Tensor, block_n: int
+) -> tuple[TensorDescriptor, TensorDescriptor] | tuple[None, None]:
+    """Descriptors of K and V tiles where the hardware and the layout have them."""
+    if arch_of(q.device) not in ("sm90", "cpu") or q.shape[2] != padded_head_dim(q.shape[2]):
+        return None, None
+    kd, vd = describe(k, block_n), describe(v, block_n)
+    return (None, None) if kd is None or vd is None else (kd, vd)
 
 
 def prefill_reference(
@@ -356,6 +354,8 @@ def aot_signatures() -> list[AotRow]:
             continue
         for least, tiles in choices:
             rows.append(_aot_row(arch, d, tiles, "*bf16", options=False))
+            if arch == "sm90":
+                rows.append(_tma_row(arch, d, tiles))
             if d == 128 and least == 0:
                 rows.append(_aot_row(arch, d, tiles, "*bf16", options=True))
         rows.append(_aot_row(arch, d, _CONFIG["fp32", d][0][1], "*fp32", options=False))
@@ -375,3 +375,14 @@ def _aot_row(arch: str, block_d: int, tiles: _Tiles, dtype: str, options: bool) 
     constexprs |= {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
     launch = launch_options(tiles.num_warps, tiles.num_stages)
     return aot_row(_prefill_kernel, arch, types, constexprs, launch)
+
+
+def _tma_row(arch: str, block_d: int, tiles: _Tiles) -> AotRow:
+    """One row of aot_signatures for the kernel with descriptors."""
+    box = f"tensordesc<bf16[{tiles.block_n}, {block_d}]>"
+    types = {"q": "*bf16", "kd": box, "vd": box, "out": "*bf16", "lse": "*fp32"}
+    types |= {"cu_seqlens_q": "*i32", "cu_seqlens_k": "*i32", "softmax_scale": "fp32"}
+    constexprs = {"CAUSAL": True, "ALIGN_RIGHT": True, "G": 4, "NUM_HEADS": 32, "HEADS_X": 32}
+    constexprs |= {"BLOCK_D": block_d, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
+    launch = launch_options(tiles.num_warps, tiles.num_stages)
+    return aot_row(prefill_tma_kernel, arch, types, constexprs, launch)

@@ -61,6 +61,41 @@ def test_graph_replays_equal_ordinary_steps(policy, budget):
         store.validate()
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_compiled_replays_equal_ordinary_steps(policy):
+    """patch(compile=True): in fp32 the same tokens and kept sets; runs repeat bitwise."""
+    model = patched(_model(torch.float32), policy, _PROMPT + 10, compile=True)
+    ids = prompt(_PROMPT).cuda()
+    first, again = greedy(model, ids, new=_NEW), greedy(model, ids, new=_NEW)
+    assert model.__dict__["_sparsekv_patch"].compiled.warm == {1}
+    ordinary = _run(model, policy, _PROMPT + 10, disable_compile=True)
+    assert (first.logits == again.logits).all()
+    assert (first.tokens == ordinary.tokens).all()
+    assert kept(first.cache) == kept(ordinary.cache)
+    torch.testing.assert_close(first.logits, ordinary.logits, atol=2e-3, rtol=2e-3)
+
+
+class _Untraceable(torch.nn.Linear):
+    """A head that dynamo cannot follow."""
+
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+def test_a_model_that_cannot_be_compiled_is_captured_as_it_is():
+    """One warning with the reason, and the tokens of the uncompiled graph."""
+    model = _model(torch.bfloat16)
+    model.lm_head.__class__ = _Untraceable
+    patched(model, "h2o", _BUDGET, compile=True)
+    ids = prompt(_PROMPT).cuda()
+    with pytest.warns(UserWarning, match="without torch.compile"):
+        run = greedy(model, ids, new=_NEW)
+    ordinary = _run(model, "h2o", disable_compile=True)
+    assert run.cache.state.steady is not None
+    assert (run.logits == ordinary.logits).all()
+
+
 class _Syncing(H2O):
     """H2O that waits for the device in every step, which a graph cannot."""
 

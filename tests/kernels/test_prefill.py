@@ -92,6 +92,33 @@ def test_long_sequences_head_by_head(implementation: str, monkeypatch: pytest.Mo
 
 @everywhere
 @few
+@given(case=packed(positions=False, window=None, softcap=None, dtype=1))
+def test_with_descriptors(implementation: str, case: Packed) -> None:
+    """Plain 16-bit prompts, which take the kernel whose tiles the hardware fetches (sm90)."""
+    check(implementation, case.tensors(implementation))
+
+
+@pytest.mark.skipif(HAS_GPU, reason="GPU machines differ in whether they have descriptors")
+def test_layouts_without_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the hardware cannot copy takes the pointer kernel, with the same result."""
+    t = Packed((40, 9), (40, 30), kv_heads=2, dtype=1, gap=2).tensors("interpreter")
+    out, lse = run("interpreter", t)
+    monkeypatch.setattr(prefill, "prefill_tma_kernel", None)  # a launch of it would raise
+    with pytest.raises(TypeError):
+        run("interpreter", t)
+    odd = {name: torch.empty(len(t[name]), 2, 20).half() for name in ("k", "v")}
+    heads_first = {name: torch.empty(2, len(t[name]), 16).half() for name in ("k", "v")}
+    for name in ("k", "v"):
+        odd[name] = odd[name][..., 3:19].copy_(t[name])  # 6 bytes off, heads 40 bytes apart
+        heads_first[name] = heads_first[name].transpose(0, 1).copy_(t[name])
+    for layout in (odd, heads_first):
+        other_out, other_lse = run("interpreter", t | layout)
+        torch.testing.assert_close(other_lse, lse, rtol=0, atol=2e-6)
+        torch.testing.assert_close(other_out, out, rtol=0, atol=2e-3)
+
+
+@everywhere
+@few
 @given(case=packed(small=True, causal=False, positions=False, window=None, sinks=None, dtype=0))
 def test_splitting_keys_and_merging_by_lse(implementation: str, case: Packed) -> None:
     t = case.tensors(implementation)
