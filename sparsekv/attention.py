@@ -2,7 +2,8 @@
 
 The only file that knows this order. Three cases, as `SparseState.begin` sorts them:
 
-prefill  nothing cached: dense attention over the fresh K/V, then only what is kept is written;
+prefill  nothing cached: dense attention over the fresh K/V, then only what is kept is written
+         (and quantised, if the cache is: a prompt is attended as the model made it);
 chunk    several tokens onto a cache: append them all, attend by position, drop down to the budget;
 decode   one token: append or replace a slot, paged attention, drop at most one slot.
 """
@@ -276,6 +277,7 @@ def _decode(
         softmax_scale=scores.softmax_scale, softcap=scores.softcap, sinks=scores.sinks,
         window=spec.window, positions=pool.positions if spec.window else None,
         q_positions=part.on(q.device).before if spec.window else None, probs=group,
+        k_scales=pool.k_scales, v_scales=pool.v_scales,
     )  # fmt: skip
     if need is not None and need.group == "layer_mean" and probs is not None:
         probs = probs.mean(1, keepdim=True).expand_as(probs)
@@ -340,6 +342,7 @@ def _evict(
         action=action, by=state.policy.evicts_by if governed else "position",
         current=part.on(lens.device).before, budget=budget, sinks=sinks, recent=recent,
         probs=probs, decay=1.0 if decay is None else decay,
+        k_scales=pool.k_scales, v_scales=pool.v_scales,
     )  # fmt: skip
 
 
@@ -368,6 +371,4 @@ def _shift_sinks(state: SparseState, layer: int, part: Part) -> None:
         state.true_sinks[layer] = true
     _, sinks, _ = state.limits.on(slots.device, layer)  # type: ignore[union-attr]
     moved = moved & (slots < sinks[:, None])[:, None, :, None]
-    page = store.block_table[local].long().gather(-1, order // store.pool.page_size)
-    offset = order % store.pool.page_size
-    store.pool.k_pages[page, offset] = torch.where(moved, shift.rotate(true, delta), now)
+    store.write_keys(local, order, shift.rotate(true, delta), moved)

@@ -77,7 +77,7 @@ def choose(
     slot_scores = keys.slot_scores
     if columns is not None and policy.stateful and ordinal is not None:
         old = torch.zeros_like(columns) if slot_scores is None else slot_scores
-        slot_scores = policy.observe(ordinal, "prefill", old, columns, keys.positions)
+        slot_scores = policy.observe(ordinal, "prefill", old, columns, keys.positions).float()
     if not drop:
         return Kept(_newest(keys, keys.held), host, slot_scores, True)
     keep = keys.counts(host)

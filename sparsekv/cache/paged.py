@@ -129,6 +129,7 @@ class PagedKVCache:
         append_kv(
             k, v, pool.k_pages, pool.v_pages, pool.positions, pool.scores,
             self.block_table[layer], slots, token_positions, index=index, token_scores=token_scores,
+            k_scales=pool.k_scales, v_scales=pool.v_scales,
         )  # fmt: skip
 
     def set_lens(self, layer: int, device: Tensor, host: np.ndarray) -> None:
@@ -153,9 +154,16 @@ class PagedKVCache:
 
     def gather(self, layer: int, order: Tensor) -> tuple[Tensor, Tensor]:
         """K and V of slots `order` int64 [B, HK, S] as dense tensors [B, HK, S, D]."""
+        return self.pool.read(*self._places(layer, order))
+
+    def write_keys(self, layer: int, order: Tensor, k: Tensor, chosen: Tensor) -> None:
+        """Overwrite keys of slots `order` by k [B, HK, S, D] where `chosen` bool [B, 1, S, 1]."""
+        self.pool.write_keys(*self._places(layer, order), k, chosen)
+
+    def _places(self, layer: int, order: Tensor) -> tuple[Tensor, Tensor]:
+        """(page, offset) of slots."""
         size = self.pool.page_size
-        page = self.block_table[layer].long().gather(-1, order // size)
-        return self.pool.k_pages[page, order % size], self.pool.v_pages[page, order % size]
+        return self.block_table[layer].long().gather(-1, order // size), order % size
 
     def compact(self, layer: int, keep: Tensor, host: np.ndarray | None) -> None:
         """Keep the slots marked in `keep` bool [B, HK, S]; `trim` gives back the pages left over.
@@ -166,6 +174,7 @@ class PagedKVCache:
         new = compact_kv(
             keep, pool.k_pages, pool.v_pages, pool.positions, pool.scores,
             self.block_table[layer], self.seqlens[layer],
+            k_scales=pool.k_scales, v_scales=pool.v_scales,
         )  # fmt: skip
         self.set_lens(layer, new, new.cpu().numpy() if host is None else host)
 

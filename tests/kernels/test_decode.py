@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_problems import DEVICE, DTYPES, Lens, lazy_zeros, make, ragged_lens, same
 
+from sparsekv.kernels._decode_plan import default_chunk_size
 from sparsekv.kernels.decode import (
-    default_chunk_size,
     paged_decode_attention_reference,
     paged_decode_attention_triton,
 )
