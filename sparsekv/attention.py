@@ -129,15 +129,11 @@ def _write_kept(
     """Write the kept tokens of a fresh prompt into slots 0, 1, ... of their heads."""
     store, local = state.store(layer)
     store.ensure(np.array([local]), kept.host[None], np.array([True]))
-    index = kept.selection.index
-    valid = index >= 0
-    positions = index.clamp_min(0)
-    source = positions + part.on(k.device).pad[:, None, None]
-    slots = torch.where(valid, torch.arange(index.shape[-1], device=k.device), -1).int()
-    slot_scores = kept.slot_scores
+    index, slot_scores = kept.selection.index, kept.slot_scores
     if slot_scores is not None:
-        slot_scores = slot_scores.gather(-1, positions.long())
-    store.append(local, k, v, slots, positions, index=source, token_scores=slot_scores)
+        slot_scores = slot_scores.gather(-1, index.clamp_min(0).long())
+    pad = part.on(k.device).pad
+    store.append(local, k, v, None, None, index=index, offsets=pad, token_scores=slot_scores)
     store.set_lens(local, kept.selection.count, kept.host)
 
 
@@ -295,10 +291,11 @@ def _append_token(state: SparseState, layer: int, part: Part, k: Tensor, v: Tens
         host = np.minimum(host, state.limits.budget[layer][:, None])
         if state.steady or (host == store.lens[local]).any():
             slots = _evict(state, layer, part, "replace")  # counts the token, too
-    where = (lens if slots is None else slots)[..., None]
-    store.append(local, k, v, where, part.on(k.device).before[:, None, None].expand_as(where))
+    positions = part.on(k.device).before[:, None, None].expand(*lens.shape, 1)
     if slots is None:
-        lens.add_(1)
+        store.append(local, k, v, None, positions, count=True)
+    else:
+        store.append(local, k, v, slots[..., None], positions)
     store.lens[local] = host
 
 

@@ -118,17 +118,23 @@ class PagedKVCache:
         layer: int,
         k: Tensor,
         v: Tensor,
-        slots: Tensor,
-        token_positions: Tensor,
+        slots: Tensor | None,
+        token_positions: Tensor | None,
         *,
         index: Tensor | None = None,
+        offsets: Tensor | None = None,
         token_scores: Tensor | None = None,
+        count: bool = False,
     ) -> None:
-        """Write tokens into `slots` (see `append_kv`); the caller sets the new lengths."""
+        """Write tokens, see `append_kv`; the caller sets the new lengths.
+
+        count: one token goes behind the slots of each head, and the device counts it.
+        """
         pool = self.pool
         append_kv(
             k, v, pool.k_pages, pool.v_pages, pool.positions, pool.scores,
-            self.block_table[layer], slots, token_positions, index=index, token_scores=token_scores,
+            self.block_table[layer], slots, token_positions, index=index, offsets=offsets,
+            cache_seqlens=self.seqlens[layer] if count else None, token_scores=token_scores,
             k_scales=pool.k_scales, v_scales=pool.v_scales,
         )  # fmt: skip
 

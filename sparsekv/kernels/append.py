@@ -7,6 +7,11 @@ For every row b, KV head h and i < n, with s = slots[b,h,i] >= 0 and t = index[b
     positions[page,o] = token_positions[b,h,i],    scores[page,o] = token_scores[b,h,i] (or 0).
 
 s = -1 writes nothing. The slots of a head must be distinct: then no two programs write one place.
+Two cases need fewer arguments, so that nothing has to be made for them on the device first:
+
+    kept tokens of a prompt    s = i where index >= 0, position index, source t = index + offset_b
+    one decoded token          s = cache_seqlens[b,h], which is then counted up
+
 Into quantised pages k and v go by the rule of `_quant.py`, with their scales beside them.
 A program copies BLOCK_T tokens of one head; rows of K and V move as whole vectors.
 """
@@ -58,9 +63,11 @@ def _append_kernel(
     positions,  # int32 [N, P], out
     scores,  # fp32 [N, P], out
     block_table,  # int32 [B, HK, maxP]
-    slots,  # int32 [B, HK, n]
-    token_positions,  # int32 [B, HK, n]
+    slots,  # int32 [B, HK, n], or None: see the module
+    token_positions,  # int32 [B, HK, n], or None: the index
     index,  # int32 [B, HK, n] or None
+    offsets,  # int32 [B], of the source tokens, or None
+    seqlens,  # int32 [B, HK], in and out, or None
     token_scores,  # fp32 [B, HK, n] or None
     stride_kb,
     stride_kh,
@@ -74,6 +81,8 @@ def _append_kernel(
     stride_vp,
     stride_tb,
     stride_th,
+    stride_pb,
+    stride_ph,
     n,
     D: tl.constexpr,  # elements of a page row
     BLOCK_D: tl.constexpr,
@@ -84,16 +93,29 @@ def _append_kernel(
     kv_head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     group = row * tl.num_programs(1) + kv_head
     i = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    slot = tl.load(slots + group * n + i, mask=i < n, other=-1)  # [BLOCK_T]
-    new = slot >= 0
-    token = i
+    token = i  # [BLOCK_T]
     if index is not None:
-        token = tl.load(index + group * n + i, mask=new, other=0)
+        token = tl.load(index + group * n + i, mask=i < n, other=-1)
+    if slots is not None:
+        slot = tl.load(slots + group * n + i, mask=i < n, other=-1)
+    elif seqlens is not None:
+        first = tl.load(seqlens + group)
+        slot = tl.where(i < n, first + i, -1)
+        tl.store(seqlens + group, first + n)  # a token: one program a head
+    else:
+        slot = tl.where((i < n) & (token >= 0), i, -1)
+    new = slot >= 0
     table = block_table + row * stride_tb + kv_head * stride_th
     page = tl.load(table + slot // P, mask=new, other=0).to(tl.int64)  # page * stride: past 2^31
     offset = slot % P
 
-    position = tl.load(token_positions + group * n + i, mask=new, other=0)
+    if token_positions is not None:
+        at = row * stride_pb + kv_head * stride_ph + i
+        position = tl.load(token_positions + at, mask=new, other=0)
+    else:
+        position = token
+    if offsets is not None:
+        token += tl.load(offsets + row)
     tl.store(positions + page * P + offset, position, mask=new)
     score = tl.zeros([BLOCK_T], tl.float32)
     if token_scores is not None:
@@ -126,31 +148,36 @@ def append_kv_triton(
     positions: Tensor,
     scores: Tensor,
     block_table: Tensor,
-    slots: Tensor,
-    token_positions: Tensor,
+    slots: Tensor | None,
+    token_positions: Tensor | None,
     *,
     index: Tensor | None = None,
+    offsets: Tensor | None = None,
+    cache_seqlens: Tensor | None = None,
     token_scores: Tensor | None = None,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
 ) -> None:
-    """`append_kv` as one Triton launch; expanded slots, positions, index or scores are copied."""
-    _check(k, v, k_pages, v_pages, positions, scores, block_table, slots, token_positions)
-    _check_sources(k, slots, index, token_scores)
+    """`append_kv` as one Triton launch; expanded slots, index or scores are copied."""
+    _check(k, v, k_pages, v_pages, positions, scores, block_table)
+    n = _check_records(k, slots, token_positions, index, offsets, cache_seqlens, token_scores)
     check_scales(k_pages, k_scales, v_scales)
-    B, HK, n = slots.shape
-    if slots.numel() == 0:
+    B, HK = k.shape[:2]
+    if B * HK * n == 0:
         return
     width, form = k_pages.shape[-1], format_of(k_pages)
     block_d = padded_head_dim(width)
     block_t = min(_CONFIG[block_d], triton.next_power_of_2(n))
     _append_kernel[(triton.cdiv(n, block_t), HK, B)](
         *(k, v, k_pages, v_pages, k_scales, v_scales, positions, scores, block_table),
-        *(slots.contiguous(), token_positions.contiguous()),
+        None if slots is None else slots.contiguous(),
+        token_positions,
         None if index is None else index.contiguous(),
+        *(offsets, cache_seqlens),
         None if token_scores is None else token_scores.contiguous(),
         *(*k.stride()[:3], *v.stride()[:3]),
         *(*k_pages.stride()[:2], *v_pages.stride()[:2], *block_table.stride()[:2]),
+        *((0, 0) if token_positions is None else token_positions.stride()[:2]),
         n,
         D=width,
         BLOCK_D=block_d,
@@ -169,23 +196,33 @@ def append_kv_reference(
     positions: Tensor,
     scores: Tensor,
     block_table: Tensor,
-    slots: Tensor,
-    token_positions: Tensor,
+    slots: Tensor | None,
+    token_positions: Tensor | None,
     *,
     index: Tensor | None = None,
+    offsets: Tensor | None = None,
+    cache_seqlens: Tensor | None = None,
     token_scores: Tensor | None = None,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
 ) -> None:
     """The definition, and the CPU path."""
-    _check(k, v, k_pages, v_pages, positions, scores, block_table, slots, token_positions)
-    _check_sources(k, slots, index, token_scores)
+    _check(k, v, k_pages, v_pages, positions, scores, block_table)
+    n = _check_records(k, slots, token_positions, index, offsets, cache_seqlens, token_scores)
     check_scales(k_pages, k_scales, v_scales)
     P = k_pages.shape[1]
+    if cache_seqlens is not None:
+        slots = cache_seqlens[..., None].clone()
+        cache_seqlens.add_(1)
+    elif slots is None and index is not None:
+        slots = torch.where(index >= 0, torch.arange(n, device=index.device), -1)
+    assert slots is not None
     b, h, i = (slots >= 0).nonzero(as_tuple=True)
     slot = slots[b, h, i].long()
     page, offset = block_table[b, h, slot // P].long(), slot % P
     t = i if index is None else index[b, h, i].long()
+    positions[page, offset] = (t if token_positions is None else token_positions[b, h, i]).int()
+    t = t if offsets is None else t + offsets[b]
     form = format_of(k_pages)
     for x, pages, scale in ((k, k_pages, k_scales), (v, v_pages, v_scales)):
         if form is None or scale is None:
@@ -193,7 +230,6 @@ def append_kv_reference(
         else:
             q, scale[page, offset] = quantise(x[b, h, t], form)
             raw(pages)[page, offset] = raw(q)
-    positions[page, offset] = token_positions[b, h, i]
     scores[page, offset] = 0.0 if token_scores is None else token_scores[b, h, i]
 
 
@@ -205,34 +241,55 @@ def _check(
     positions: Tensor,
     scores: Tensor,
     block_table: Tensor,
-    slots: Tensor,
-    token_positions: Tensor,
 ) -> None:
     check_shape("k", k, (None, None, None, None))
     check_shape("v", v, k.shape)
     width = stored_width(format_of(k_pages), k.shape[-1])
     check_pool(k_pages, v_pages, positions, scores, width)
     check_shape("block_table", block_table, (*k.shape[:2], None))
-    check_shape("slots", slots, (*k.shape[:2], None))
-    check_shape("token_positions", token_positions, slots.shape)
-    for name, x in (("slots", slots), ("token_positions", token_positions)):
-        check_dtype(name, x, torch.int32)
     check_dtype("block_table", block_table, torch.int32)
     for name, x in (("k", k), ("v", v), ("block_table", block_table)):
         check_last_contiguous(name, x)
 
 
-def _check_sources(
-    k: Tensor, slots: Tensor, index: Tensor | None, token_scores: Tensor | None
-) -> None:
-    if index is None:
-        check_shape("slots (without an index)", slots, k.shape[:3])
-    else:
-        check_shape("index", index, slots.shape)
-        check_dtype("index", index, torch.int32)
+def _check_records(
+    k: Tensor,
+    slots: Tensor | None,
+    token_positions: Tensor | None,
+    index: Tensor | None,
+    offsets: Tensor | None,
+    cache_seqlens: Tensor | None,
+    token_scores: Tensor | None,
+) -> int:
+    """n, the records a head; which arguments belong together is said in `append_kv`."""
+    B, HK, T, _ = k.shape
+    if cache_seqlens is not None:
+        given = {"slots": slots, "index": index, "offsets": offsets}
+        if T != 1 or any(x is not None for x in given.values()):
+            raise ValueError("expected one token and no slots, index or offsets with cache_seqlens")
+        check_shape("cache_seqlens", cache_seqlens, (B, HK))
+        if not cache_seqlens.is_contiguous():  # written in place: a copy would be lost
+            raise ValueError("expected contiguous cache_seqlens, got an expanded or strided one")
+    elif slots is None and index is None:
+        raise ValueError("expected slots, an index or cache_seqlens, got none")
+    if token_positions is None and (slots is not None or index is None):
+        raise ValueError("expected token_positions unless index alone says what is kept, got none")
+    if offsets is not None:
+        check_shape("offsets", offsets, (B,))
+        check_last_contiguous("offsets", offsets)
+    n = T if index is None else index.shape[-1]
+    shaped = {"slots": slots, "index": index, "token_positions": token_positions}
+    for name, x in (shaped | {"token_scores": token_scores}).items():
+        if x is not None:
+            check_shape(name, x, (B, HK, n))
+    if token_positions is not None:
+        check_last_contiguous("token_positions", token_positions)
+    for name, x in (shaped | {"offsets": offsets, "cache_seqlens": cache_seqlens}).items():
+        if x is not None:
+            check_dtype(name, x, torch.int32)
     if token_scores is not None:
-        check_shape("token_scores", token_scores, slots.shape)
         check_dtype("token_scores", token_scores, torch.float32)
+    return n
 
 
 def append_kv(
@@ -243,10 +300,12 @@ def append_kv(
     positions: Tensor,
     scores: Tensor,
     block_table: Tensor,
-    slots: Tensor,
-    token_positions: Tensor,
+    slots: Tensor | None,
+    token_positions: Tensor | None,
     *,
     index: Tensor | None = None,
+    offsets: Tensor | None = None,
+    cache_seqlens: Tensor | None = None,
     token_scores: Tensor | None = None,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
@@ -257,13 +316,17 @@ def append_kv(
     [N,P,D]; positions int32 [N,P]; scores fp32 [N,P]; block_table int32 [B,HK,maxP]; slots and
     token_positions int32 [B,HK,n] (slot -1: skip; the slots of a head are distinct); index int32
     [B,HK,n], source token (None: 0..n-1, then n == T); token_scores fp32 [B,HK,n] or None: score 0.
+    slots None: with an index, entry i goes to slot i unless it is -1, its position is the index
+    (token_positions None) and its source token index + offsets int32 [B]; with cache_seqlens
+    int32 [B,HK] the one token of each head goes behind the slots in use, which are counted up.
     k_scales, v_scales: fp32 [N,P], with quantised pages (see `_quant.py`) and only then.
     Raises ValueError on shapes and dtypes that do not fit together.
     """
     run = append_kv_triton if k_pages.is_cuda else append_kv_reference
     sources = (k, v, k_pages, v_pages, positions, scores, block_table, slots, token_positions)
     run(
-        *sources, index=index, token_scores=token_scores, k_scales=k_scales, v_scales=v_scales
+        *sources, index=index, offsets=offsets, cache_seqlens=cache_seqlens,
+        token_scores=token_scores, k_scales=k_scales, v_scales=v_scales,
     )  # fmt: skip
 
 
@@ -273,13 +336,20 @@ def aot_signatures() -> list[AotRow]:
     for arch in ARCHS:
         for d in (64, 128, MAX_HEAD_DIM) if arch == "sm90" else (128,):
             rows.append(_aot_row(arch, d, None))
+            rows.append(_aot_row(arch, d, None, ("index", "offsets")))
+            rows.append(_aot_row(arch, d, None, ("token_positions", "seqlens")))
             rows += [_aot_row(arch, d, form) for form in formats_of(arch)]
     return rows
 
 
-def _aot_row(arch: str, head_dim: int, form: KVFormat | None) -> AotRow:
-    width, ints = stored_width(form, head_dim), ("positions", "block_table", "slots", "index")
-    types = dict.fromkeys((*ints, "token_positions"), "*i32") | {"k": "*bf16", "v": "*bf16"}
+def _aot_row(
+    arch: str,
+    head_dim: int,
+    form: KVFormat | None,
+    where: tuple[str, ...] = ("slots", "index", "token_positions"),
+) -> AotRow:
+    width, ints = stored_width(form, head_dim), ("positions", "block_table", *where)
+    types = dict.fromkeys(ints, "*i32") | {"k": "*bf16", "v": "*bf16"}
     types |= {"scores": "*fp32", "token_scores": "*fp32", "n": "i32"}
     types |= dict.fromkeys(("k_pages", "v_pages"), form.pointer if form else "*bf16")
     types |= dict.fromkeys(("k_scales", "v_scales") if form else (), "*fp32")
