@@ -2,7 +2,8 @@
 
 The only file that knows this order. Three cases, as `SparseState.begin` sorts them:
 
-prefill  nothing cached: dense attention over the fresh K/V, then only what is kept is written;
+prefill  nothing cached: dense attention over the fresh K/V, then only what is kept is written
+         (and quantised, if the cache is: a prompt is attended as the model made it);
 chunk    several tokens onto a cache: append them all, attend by position, drop down to the budget;
 decode   one token: append or replace a slot, paged attention, drop at most one slot.
 """
@@ -110,10 +111,13 @@ def _prefill(
             rows=need.rows, statistic=need.statistic, group=need.group, **geometry,
         ).expand(-1, heads, -1)  # fmt: skip
 
-    positions = torch.arange(part.tokens, dtype=torch.int32, device=k.device)
-    held = rows.used[:, None].expand(batch, heads)
-    host = np.repeat(part.lengths[:, None], heads, axis=1)
-    candidates = Candidates(positions.expand(batch, heads, -1), held, host, None)
+    def fresh() -> Candidates:
+        positions = torch.arange(part.tokens, dtype=torch.int32, device=k.device)
+        held = rows.used[:, None].expand(batch, heads)
+        host = np.repeat(part.lengths[:, None], heads, axis=1)
+        return Candidates(positions.expand(batch, heads, -1), held, host, None)
+
+    candidates = part.once(("fresh", k.device, heads), fresh)
     _write_kept(state, layer, part, k, v, choose(state, layer, candidates, columns_of))
     _remember_queries(state, layer, _queries(q, part))
     return out.unflatten(0, (batch, part.tokens))
@@ -125,15 +129,11 @@ def _write_kept(
     """Write the kept tokens of a fresh prompt into slots 0, 1, ... of their heads."""
     store, local = state.store(layer)
     store.ensure(np.array([local]), kept.host[None], np.array([True]))
-    index = kept.selection.index
-    valid = index >= 0
-    positions = index.clamp_min(0)
-    source = positions + part.on(k.device).pad[:, None, None]
-    slots = torch.where(valid, torch.arange(index.shape[-1], device=k.device), -1).int()
-    slot_scores = kept.slot_scores
+    index, slot_scores = kept.selection.index, kept.slot_scores
     if slot_scores is not None:
-        slot_scores = slot_scores.gather(-1, positions.long())
-    store.append(local, k, v, slots, positions, index=source, token_scores=slot_scores)
+        slot_scores = slot_scores.gather(-1, index.clamp_min(0).long())
+    pad = part.on(k.device).pad
+    store.append(local, k, v, None, None, index=index, offsets=pad, token_scores=slot_scores)
     store.set_lens(local, kept.selection.count, kept.host)
 
 
@@ -273,6 +273,7 @@ def _decode(
         softmax_scale=scores.softmax_scale, softcap=scores.softcap, sinks=scores.sinks,
         window=spec.window, positions=pool.positions if spec.window else None,
         q_positions=part.on(q.device).before if spec.window else None, probs=group,
+        k_scales=pool.k_scales, v_scales=pool.v_scales,
     )  # fmt: skip
     if need is not None and need.group == "layer_mean" and probs is not None:
         probs = probs.mean(1, keepdim=True).expand_as(probs)
@@ -290,10 +291,11 @@ def _append_token(state: SparseState, layer: int, part: Part, k: Tensor, v: Tens
         host = np.minimum(host, state.limits.budget[layer][:, None])
         if state.steady or (host == store.lens[local]).any():
             slots = _evict(state, layer, part, "replace")  # counts the token, too
-    where = (lens if slots is None else slots)[..., None]
-    store.append(local, k, v, where, part.on(k.device).before[:, None, None].expand_as(where))
+    positions = part.on(k.device).before[:, None, None].expand(*lens.shape, 1)
     if slots is None:
-        lens.add_(1)
+        store.append(local, k, v, None, positions, count=True)
+    else:
+        store.append(local, k, v, slots[..., None], positions)
     store.lens[local] = host
 
 
@@ -337,6 +339,7 @@ def _evict(
         action=action, by=state.policy.evicts_by if governed else "position",
         current=part.on(lens.device).before, budget=budget, sinks=sinks, recent=recent,
         probs=probs, decay=1.0 if decay is None else decay,
+        k_scales=pool.k_scales, v_scales=pool.v_scales,
     )  # fmt: skip
 
 
@@ -365,6 +368,4 @@ def _shift_sinks(state: SparseState, layer: int, part: Part) -> None:
         state.true_sinks[layer] = true
     _, sinks, _ = state.limits.on(slots.device, layer)  # type: ignore[union-attr]
     moved = moved & (slots < sinks[:, None])[:, None, :, None]
-    page = store.block_table[local].long().gather(-1, order // store.pool.page_size)
-    offset = order % store.pool.page_size
-    store.pool.k_pages[page, offset] = torch.where(moved, shift.rotate(true, delta), now)
+    store.write_keys(local, order, shift.rotate(true, delta), moved)

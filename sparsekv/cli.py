@@ -24,6 +24,7 @@ from sparsekv import models
 from sparsekv.bench.cli import register as register_bench
 from sparsekv.demo import run_demo
 from sparsekv.generation import Run, encode, generate_shown
+from sparsekv.kernels._quant import check_kv_dtype
 from sparsekv.policies import get_policy, resolve_budget
 from sparsekv.progress import spinning
 
@@ -58,6 +59,10 @@ Budget = Annotated[
     ),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
+KVDtype = Annotated[
+    str | None,
+    typer.Option(help="Quantise the cache: fp8_e4m3, fp8_e5m2, int8 or int4.", show_default=False),
+]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 
 
@@ -141,6 +146,7 @@ def generate_command(
     compare: Annotated[
         bool, typer.Option("--compare", help="Also run the same prompt with a dense cache.")
     ] = False,
+    kv_dtype: KVDtype = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     json_file: Annotated[
@@ -150,14 +156,14 @@ def generate_command(
     """Generate greedily from a prompt with a sparse KV cache."""
     chosen, size = get_policy(policy), parse_budget(budget)
     text = _read_prompt(prompt, prompt_file)
-    _check_before_work(max_new_tokens, json_file)
+    _check_before_work(max_new_tokens, json_file, kv_dtype)
     with spinning("loading the model"):
         network, tokenizer = models.load(model, device, dtype)
     ids = encode(tokenizer, text, chat=not raw)
     run = functools.partial(generate_shown, network, tokenizer, ids, max_new_tokens)
     dense = run("dense") if compare else None
     with spinning("checking the model"):
-        sparsekv.patch(network, chosen, size)
+        sparsekv.patch(network, chosen, size, kv_dtype=kv_dtype)
     sparse = run(policy)
     _show(sparse, dense, policy)
     if json_file is not None:
@@ -168,8 +174,9 @@ def generate_command(
         json_file.write_text(json.dumps(setting | runs, indent=2) + "\n", encoding="utf-8")
 
 
-def _check_before_work(max_new_tokens: int, json_file: Path | None) -> None:
+def _check_before_work(max_new_tokens: int, json_file: Path | None, kv_dtype: str | None) -> None:
     """What would otherwise be found out after a minute."""
+    check_kv_dtype(kv_dtype)
     if max_new_tokens < 1:
         raise ValueError(f"expected --max-new-tokens >= 1, got {max_new_tokens}")
     if json_file is not None and not json_file.parent.is_dir():
@@ -217,15 +224,17 @@ def policies() -> None:
 def demo(
     policy: Policy = "pyramid",
     budget: Budget = "512",
+    kv_dtype: KVDtype = None,
     model: Model = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
     """Ask about one fact in a long text, with a dense and with a sparse KV cache."""
     chosen, size = get_policy(policy), parse_budget(budget)
+    check_kv_dtype(kv_dtype)
     with spinning("loading the model"):
         network, tokenizer = models.load(model, device, dtype)
-    run_demo(network, tokenizer, chosen, size)
+    run_demo(network, tokenizer, chosen, size, kv_dtype)
 
 
 register_bench(APP, user_errors)

@@ -30,14 +30,16 @@ def prompt() -> str:
     return f"{text}\n\nQuestion: {QUESTION}\nAnswer: PEP"
 
 
-def run_demo(model: Any, tokenizer: Any, policy: Policy, budget: int | float) -> None:
+def run_demo(
+    model: Any, tokenizer: Any, policy: Policy, budget: int | float, kv_dtype: str | None = None
+) -> None:
     """Answer with a dense cache, then with a sparse one; the last line printed compares them."""
     ids = encode(tokenizer, prompt(), chat=False)
     print(f"text: {ids.shape[1]} tokens of Python's own help ({', '.join(TOPICS)})")
     print(f"question: {QUESTION} Answer: PEP ...", flush=True)
     dense = generate_shown(model, tokenizer, ids, MAX_NEW_TOKENS, "dense")
     with spinning("checking the model"):
-        sparsekv.patch(model, policy, budget)
+        sparsekv.patch(model, policy, budget, kv_dtype=kv_dtype)
     sparse = generate_shown(model, tokenizer, ids, MAX_NEW_TOKENS, policy.name)
     answers = f"dense answer: {_answer(dense)} · sparse answer: {_answer(sparse)}"
     print(f"{sparse.figures} · {answers}")

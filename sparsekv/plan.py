@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparsekv.cache.pages import upload
 from sparsekv.policies.base import LayerPlan, ModelShape, Policy
 from sparsekv.policies.budgets import resolve_budget
 
@@ -50,7 +51,7 @@ class Limits:
         if device not in self._device:
             # Rows picked by index leave their axis strided, which the kernels refuse.
             stacked = np.ascontiguousarray(np.stack([self.budget, self.sinks, self.recent]))
-            self._device[device] = torch.from_numpy(stacked).to(device)
+            self._device[device] = upload(stacked, device)
         budget, sinks, recent = self._device[device][:, layer]
         return budget, sinks, recent
 

@@ -26,7 +26,8 @@ class CacheReport:
     """Figures of one cache.
 
     tokens_seen: real tokens fed so far, per row (padding not counted).
-    kv_bytes: bytes of the K and V tensors that exist, measured; free pages included.
+    kv_dtype: how K and V are quantised, or None.
+    kv_bytes: bytes of the K and V tensors that exist, measured; free pages and scales included.
     dense_bytes: what a dense cache (sliding layers cut to their window) holds for the same input.
     metadata_bytes: positions, scores, block tables and lengths that exist beside K and V.
     """
@@ -35,6 +36,7 @@ class CacheReport:
     tokens_seen: tuple[int, ...]
     kept: Kept
     layers: tuple[Kept, ...]
+    kv_dtype: str | None
     kv_bytes: int
     dense_bytes: int
     metadata_bytes: int
@@ -55,11 +57,13 @@ class CacheReport:
         return {**plain, "ratio": self.ratio}
 
     def __str__(self) -> str:
+        form = f" in {self.kv_dtype} with its scales" if self.kv_dtype else ""
         lines = [
             f"policy {self.policy}: {', '.join(map(str, self.tokens_seen))} tokens seen",
             f"kept per layer and KV head: {self.kept.min} min, {self.kept.mean:.1f} mean, "
             f"{self.kept.max} max",
-            f"KV {self.kv_bytes / _MIB:.2f} MiB held, dense {self.dense_bytes / _MIB:.2f} MiB, "
+            f"KV {self.kv_bytes / _MIB:.2f} MiB held{form}, "
+            f"dense {self.dense_bytes / _MIB:.2f} MiB, "
             f"ratio {self.ratio:.3f} (beside it {self.metadata_bytes / _MIB:.2f} MiB of tables)",
             f"pages of {self.page_size} slots: {self.pages_used} used, {self.pages_free} free",
         ]
@@ -82,6 +86,7 @@ def make_report(state: SparseState) -> CacheReport:
         tokens_seen=tuple(int(n) for n in state.tokens),
         kept=_kept(everything),
         layers=tuple(_kept(n) for n in lens),
+        kv_dtype=state.kv_dtype,
         kv_bytes=sum(store.pool.kv_bytes for store in stores),
         dense_bytes=sum(_dense_bytes(state, layer) for layer in _layers(state)),
         metadata_bytes=sum(tensor.nbytes for tensor in tables),
@@ -107,4 +112,4 @@ def _dense_bytes(state: SparseState, layer: int) -> int:
     window = state.layers[layer].window
     columns = state.seen[layer] if window is None else min(state.seen[layer], window - 1)
     pool = store.pool
-    return store.batch * store.lens.shape[2] * columns * 2 * pool.head_dim * pool.k_pages.itemsize
+    return store.batch * store.lens.shape[2] * columns * 2 * pool.head_dim * pool.dtype.itemsize

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from sparsekv.cache.pages import upload
 from sparsekv.kernels.topk import select_topk
+from sparsekv.plan import Limits
 from sparsekv.policies.base import Need, Selection, Stats, TopK
 from sparsekv.state import SparseState
 
@@ -19,13 +21,32 @@ class Candidates:
     """Keys of one layer in ascending position order.
 
     positions int32 [B, HK, S]; held int32 [B, HK] how many are real, host the same on the host;
-    slot_scores fp32 [B, HK, S] of stateful policies.
+    slot_scores fp32 [B, HK, S] of stateful policies. Layers may share one object: what depends on
+    limits only is made once.
     """
 
     positions: Tensor
     held: Tensor
     host: np.ndarray
     slot_scores: Tensor | None
+    _made: dict[tuple, Tensor] = field(default_factory=dict)
+
+    def counts(self, host: np.ndarray) -> Tensor:
+        """`host` int [B, HK] as int32 on the device."""
+        key = ("counts", host.tobytes())
+        if key not in self._made:
+            self._made[key] = upload(host.astype(np.int32), self.held.device)
+        return self._made[key]
+
+    def protected(self, limits: Limits, layer: int) -> Tensor:
+        """bool [B, HK, S]: the sinks and recent keys of a layer."""
+        key = ("protected", limits.sinks[layer].tobytes(), limits.recent[layer].tobytes())
+        if key not in self._made:
+            _, sinks, recent = limits.on(self.held.device, layer)
+            rank = torch.arange(self.positions.shape[-1], device=self.held.device)
+            newest = rank >= (self.held - recent[:, None])[..., None]
+            self._made[key] = newest | (self.positions < sinks[:, None, None])
+        return self._made[key]
 
 
 @dataclass(frozen=True)
@@ -56,18 +77,18 @@ def choose(
     slot_scores = keys.slot_scores
     if columns is not None and policy.stateful and ordinal is not None:
         old = torch.zeros_like(columns) if slot_scores is None else slot_scores
-        slot_scores = policy.observe(ordinal, "prefill", old, columns, keys.positions)
+        slot_scores = policy.observe(ordinal, "prefill", old, columns, keys.positions).float()
     if not drop:
         return Kept(_newest(keys, keys.held), host, slot_scores, True)
-    keep = torch.from_numpy(host.astype(np.int32)).to(keys.held.device)
+    keep = keys.counts(host)
     if ordinal is None:  # a sliding layer: the newest window - 1
         return Kept(_newest(keys, keep), host, slot_scores, False)
-    _, sinks, recent = state.limits.on(keys.held.device, layer)
+    _, _, recent = state.limits.on(keys.held.device, layer)
     stats = Stats(columns, slot_scores, keys.positions, keys.held, recent)
     scores = policy.score(ordinal, stats).float()
     width = None if policy.ragged else int(host.max())
     selection = policy.select(
-        scores, keep, _protected(keys, sinks, recent), _per_head_topk(keys.held, width)
+        scores, keep, keys.protected(state.limits, layer), _per_head_topk(keys.held, width)
     )
     if policy.ragged:
         host = selection.count.cpu().numpy()
@@ -79,12 +100,6 @@ def _newest(keys: Candidates, keep: Tensor) -> Selection:
     rank = torch.arange(keys.positions.shape[-1], dtype=torch.int32, device=keep.device)
     index = rank + (keys.held - keep)[..., None]
     return Selection(torch.where(rank < keep[..., None], index, -1).int(), keep)
-
-
-def _protected(keys: Candidates, sinks: Tensor, recent: Tensor) -> Tensor:
-    rank = torch.arange(keys.positions.shape[-1], device=keys.held.device)
-    newest = rank >= (keys.held - recent[:, None])[..., None]
-    return newest | (keys.positions < sinks[:, None, None])
 
 
 def _per_head_topk(held: Tensor, width: int | None) -> TopK:

@@ -16,6 +16,7 @@ from torch import Tensor
 from sparsekv.cache.paged import PagedKVCache, Snapshot
 from sparsekv.cache.pages import PagePool
 from sparsekv.headwise import Scores
+from sparsekv.kernels._quant import check_kv_dtype
 from sparsekv.plan import LayerSpec, Limits, make_limits
 from sparsekv.policies import Full
 from sparsekv.policies.base import ModelShape, Policy
@@ -31,6 +32,7 @@ class SparseState:
         layers: one `LayerSpec` per attention layer, in order.
         page_size: 16, 32 or 64.
         sink_shift: how to rotate keys, for policies that re-index positions.
+        kv_dtype: None, or how K and V are quantised, see `sparsekv.patch`.
         defer_eviction: keep a prompt that comes in several forwards whole until its last one, which
             then keeps what a single forward would have kept.
 
@@ -58,8 +60,11 @@ class SparseState:
         *,
         page_size: int = 16,
         sink_shift: SinkShift | None = None,
+        kv_dtype: str | None = None,
         defer_eviction: bool = False,
     ) -> None:
+        check_kv_dtype(kv_dtype)
+        self.kv_dtype = kv_dtype
         self.policy, self.budget = policy, budget
         self.layers, self.page_size = list(layers), page_size
         full = (i for i, spec in enumerate(self.layers) if spec.window is None)
@@ -113,7 +118,7 @@ class SparseState:
             for i, spec in enumerate(self.layers)
             if spec.device == expected and i not in self._stores
         ]
-        pool = PagePool(k.device, k.dtype, k.shape[-1], self.page_size)
+        pool = PagePool(k.device, k.dtype, k.shape[-1], self.page_size, self.kv_dtype)
         store = PagedKVCache(pool, len(members), k.shape[0], k.shape[1])
         self._stores |= {member: (store, i) for i, member in enumerate(members)}
 
@@ -229,8 +234,12 @@ class SparseState:
         assert self.limits is not None
         if part.kind == "prefill":
             keep = np.minimum(self.limits.keep[members], part.lengths)
-            pages = -(-keep // store.pool.page_size)
-            store.pool.reserve(int(pages.sum()) * store.lens.shape[2])
+            if self.policy.ragged:  # who gets which page is known when a layer has selected
+                pages = -(-keep // store.pool.page_size)
+                store.pool.reserve(int(pages.sum()) * store.lens.shape[2])
+            else:
+                new = np.broadcast_to(keep[:, :, None], store.lens.shape)
+                store.ensure(np.arange(len(members)), new, self.rewrites[members])
         elif part.kind == "decode" and not self.recording:
             held = store.lens
             room = held < self.limits.budget[members][:, :, None]

@@ -54,11 +54,8 @@ def addresses(state: SparseState) -> tuple[int, ...]:
     tensors = [
         tensor
         for store in state.stores
-        for tensor in (
-            store.pool.k_pages, store.pool.v_pages, store.pool.positions, store.pool.scores,
-            store.block_table, store.seqlens,
-        )
-    ]  # fmt: skip
+        for tensor in (*store.pool.slot_tensors.values(), store.block_table, store.seqlens)
+    ]
     tensors += [rows.before for rows in (state.steady or {}).values()]
     return tuple(tensor.data_ptr() for tensor in tensors)
 

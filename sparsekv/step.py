@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from sparsekv.cache.pages import upload
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,7 @@ class Part:
     lengths: np.ndarray
     seen: np.ndarray
     _device: dict[torch.device, RowTensors] = field(default_factory=dict)
+    _made: dict[Hashable, Any] = field(default_factory=dict)
 
     def on(self, device: torch.device) -> RowTensors:
         """The rows as sequences of a flat [B * T] token axis, on `device`."""
@@ -43,9 +50,15 @@ class Part:
             pad = self.tokens - self.lengths
             cu = np.append(np.arange(batch) * self.tokens + pad, batch * self.tokens)
             flat = np.concatenate([cu, self.lengths, pad, self.seen - self.lengths])
-            tensor = torch.from_numpy(flat.astype(np.int32)).to(device)
+            tensor = upload(flat.astype(np.int32), device)
             self._device[device] = RowTensors(*tensor.split([batch + 1, batch, batch, batch]))
         return self._device[device]
+
+    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """What `make` returned for the first layer of the forward that asked for `key`."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
 
 def real_lengths(mask: Tensor | None, start: int, known: np.ndarray, tokens: int) -> np.ndarray:

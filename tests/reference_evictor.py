@@ -9,6 +9,9 @@ Nothing of sparsekv is used but the hyper-parameters that a policy object carrie
     chunk     T > 1 tokens onto a cache: attend all kept and causally themselves, then cut
     decode    "replace": drop the victim, then attend;  "evict": attend, then drop it;  or grow
 
+kv_dtype: a prompt is attended as it is; every later step attends all keys and values rounded to
+what the format can hold, each vector by itself, so that it does not matter when that happens.
+
 One row, no padding.
 """
 
@@ -46,12 +49,20 @@ class Reference:
     heads[layer][kv_head] is what is kept.
     """
 
-    def __init__(self, model: Any, policy: Any, budget: int | float, remember: bool = True) -> None:
+    def __init__(
+        self,
+        model: Any,
+        policy: Any,
+        budget: int | float,
+        remember: bool = True,
+        kv_dtype: str | None = None,
+    ) -> None:
         AttentionInterface.register(NAME, _attention)
         AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
         self.model = copy.deepcopy(model)
         self.model.set_attn_implementation(NAME)
         self.policy, self.budget, self.remember = policy, budget, remember
+        self.kv_dtype = kv_dtype
         self.reset()
 
     def reset(self) -> None:
@@ -91,6 +102,8 @@ class Reference:
         """q [HQ, T, D] of the new tokens, k and v [HK, N, D] of all tokens ever -> [T, HQ, D]."""
         q, k, v = q.double(), k.double(), v.double()
         tokens, seen = q.shape[1], k.shape[1]
+        if self.kv_dtype is not None and seen > tokens:
+            k, v = rounded(k, self.kv_dtype), rounded(v, self.kv_dtype)
         new = list(range(seen - tokens, seen))
         decode = tokens == 1 and seen > 1
         heads = self.heads[layer]
@@ -220,6 +233,21 @@ def _attention(
 def _repeat(x: Tensor, q: Tensor) -> Tensor:
     """x [HK, ...] for each of the HQ query heads."""
     return x.repeat_interleave(len(q) // len(x), 0)
+
+
+def rounded(x: Tensor, kv_dtype: str) -> Tensor:
+    """x [..., D] as a cache of that format gives it back: largest value to the format's largest."""
+    x = x.float()
+    floats = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+    if kv_dtype in floats:
+        limit = torch.finfo(floats[kv_dtype]).max
+    else:
+        limit = {"int8": 127.0, "int4": 7.0}[kv_dtype]
+    largest = x.abs().amax(-1, keepdim=True)
+    scale = torch.where(largest > 0, largest, limit) / limit
+    steps = x / scale
+    steps = steps.to(floats[kv_dtype]).float() if kv_dtype in floats else torch.round(steps)
+    return (steps * scale).double()
 
 
 def pooled(policy: Any, values: list[float], positions: list[int]) -> Head:

@@ -66,6 +66,18 @@ def test_generate_within_budget_is_dense(folder: Path, tmp_path: Path) -> None:
     assert run["sparse"]["tokens"] == run["dense"]["tokens"]
 
 
+def test_generate_with_a_quantised_cache(folder: Path, tmp_path: Path) -> None:
+    """The format is in the report; K and V take less than half of what they took."""
+    size, runs = ["--prompt", PROMPT, "--budget", 40, "--max-new-tokens", 5], []
+    for extra in ([], ["--kv-dtype", "int8"]):
+        result = generate(folder, *size, *extra, "--json", tmp_path / "run.json")
+        assert result.exit_code == 0, result.output
+        runs.append(json.loads((tmp_path / "run.json").read_text())["sparse"]["cache"])
+    assert [run["kv_dtype"] for run in runs] == [None, "int8"]
+    assert runs[1]["dense_bytes"] == runs[0]["dense_bytes"]
+    assert runs[1]["kv_bytes"] < runs[0]["kv_bytes"] / 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -75,6 +87,7 @@ def test_generate_within_budget_is_dense(folder: Path, tmp_path: Path) -> None:
         (["--budget", "nan"], "expected a float budget in (0, 1]"),
         (["--budget", "many"], "expected a budget like 512 or 0.25, got 'many'"),
         (["--max-new-tokens", "0"], "expected --max-new-tokens >= 1, got 0"),
+        (["--kv-dtype", "int3"], "expected kv_dtype to be None or one of"),
         (["--dtype", "int4"], "expected dtype to be one of auto, float32"),
         (["--prompt-file", "both"], "expected --prompt or --prompt-file, got both"),
         (["--prompt", "", "--raw"], "expected a prompt of at least one token"),

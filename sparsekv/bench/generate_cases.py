@@ -23,7 +23,9 @@ from sparsekv.bench.llama import (
 from sparsekv.bench.model_peers import figure, kvpress_figures, vllm_figures
 
 # name of the contender -> further arguments of sparsekv.patch
-VARIANTS: dict[str, dict[str, Any]] = {"ours": {}}
+VARIANTS: dict[str, dict[str, Any]] = {"ours": {"compile": True}, "ours_uncompiled": {}}
+# Compiling takes longer than all the tiny cases.
+TINY_VARIANTS: dict[str, dict[str, Any]] = {"ours": {}}
 
 _MARKS = (33, 65, 97, 129, 161)  # the steps before the first are for compiling and capturing
 _TINY_MARKS = (3, 5, 7)
@@ -65,7 +67,8 @@ def _token(
     """Time a token; static: also beside transformers' compiled static cache."""
     sampling = {"do_sample": True, "temperature": 0.8, "top_p": 0.95} if sampled else {}
     ours = {
-        name: _ours_token(variant, policy, budget, sampling) for name, variant in VARIANTS.items()
+        name: _ours_token(variant, policy, budget, sampling)
+        for name, variant in (TINY_VARIANTS if tiny else VARIANTS).items()
     }
     peers = {name: factory for name, factory in ours.items() if name != "ours"}
     peers["hf_dynamic"] = _hf_token(**sampling)
@@ -124,7 +127,8 @@ def _round(model: Any, ids: torch.Tensor, marks: tuple[int, ...], settings: Any)
 
 
 def _ttft(tiny: bool, tokens: int, wanted: Target) -> Case:
-    ours = {name: _ours_first(variant) for name, variant in VARIANTS.items()}
+    variants = TINY_VARIANTS if tiny else VARIANTS
+    ours = {name: _ours_first(variant) for name, variant in variants.items()}
     peers = {name: factory for name, factory in ours.items() if name != "ours"}
     peers["hf_dynamic"] = _hf_first
     peers["kvpress"] = figure(kvpress_figures, f"ttft {tokens}")

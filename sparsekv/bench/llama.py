@@ -66,10 +66,12 @@ def twin(context: Context, key: str) -> LlamaForCausalLM:
 def patched(
     context: Context, variant: dict[str, Any], policy: str, budget: int | float
 ) -> LlamaForCausalLM:
-    """A twin under `sparsekv.patch(model, policy, budget, **variant)`."""
-    key = f"{policy} {budget} {sorted(variant.items())}"
-    model = twin(context, key)
-    return context.once(f"patched {key}", lambda: sparsekv.patch(model, policy, budget, **variant))
+    """The variant's twin under `sparsekv.patch(model, policy, budget, **variant)`.
+
+    One twin for all policies and budgets, so that what is compiled for one serves the others.
+    """
+    model = twin(context, f"{sorted(variant.items())}")
+    return sparsekv.patch(model, policy, budget, **variant)
 
 
 def weight_bytes(model: LlamaForCausalLM) -> int:

@@ -19,12 +19,18 @@ _MIB, _GIB = 1 << 20, 1 << 30
 _BUDGET, _TINY_BUDGET = 1024, 24
 _LIMIT_GIB = 24
 _CHUNK = 4096
-# Prompt lengths that are tried: 8 % apart, multiples of 64.
-_LENGTHS = tuple(round(4000 * 1.08**i / 64) * 64 for i in range(64))
+_BATCH_CHUNK = 512  # columns: the activations of 8 rows stay below a twentieth of the weights
+# Prompt lengths that are tried: 15 % apart, multiples of 64.
+_LENGTHS = tuple(round(4000 * 1.15**i / 64) * 64 for i in range(32))
 # name of the contender -> (further arguments of sparsekv.patch, arguments of generate)
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ours": ({}, {}),
     "ours_chunked": ({}, {"prefill_chunk_size": _CHUNK}),
+}
+# What a batch of long prompts is best run as, and in one go.
+BATCH_VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "ours": ({}, {"prefill_chunk_size": _BATCH_CHUNK}),
+    "ours_one_shot": ({}, {}),
 }
 
 
@@ -42,7 +48,10 @@ def longest_cases(tiny: bool) -> list[Case]:
     return [_longest(tiny)]
 
 
-def _contenders(make: Callable[[Callable[[Context], Any], dict], Factory]) -> dict[str, Factory]:
+def _contenders(
+    make: Callable[[Callable[[Context], Any], dict], Factory],
+    variants: dict[str, tuple[dict[str, Any], dict[str, Any]]],
+) -> dict[str, Factory]:
     """Ours in all variants, then transformers' dense cache in one go and in chunks."""
 
     def model_of(extra: dict[str, Any]) -> Callable[[Context], Any]:
@@ -51,7 +60,7 @@ def _contenders(make: Callable[[Callable[[Context], Any], dict], Factory]) -> di
 
         return model
 
-    ours = {name: make(model_of(extra), how) for name, (extra, how) in VARIANTS.items()}
+    ours = {name: make(model_of(extra), how) for name, (extra, how) in variants.items()}
     return ours | {
         "hf_dynamic": make(lambda context: twin(context, "hf_dynamic"), {}),
         "hf_dynamic_chunked": make(
@@ -61,9 +70,15 @@ def _contenders(make: Callable[[Callable[[Context], Any], dict], Factory]) -> di
 
 
 def _case(
-    what: str, shape: Shape, inputs: Any, make: Any, without: tuple[str, ...] = (), **kwargs: Any
+    what: str,
+    shape: Shape,
+    inputs: Any,
+    make: Any,
+    variants: dict[str, Any] = VARIANTS,
+    without: tuple[str, ...] = (),
+    **kwargs: Any,
 ) -> Case:
-    contenders = _contenders(make)
+    contenders = _contenders(make, variants)
     ours = contenders.pop("ours")
     for name in without:
         contenders.pop(name)
@@ -81,6 +96,7 @@ def _after_prefill(tiny: bool, rows: int, tokens: int) -> Case:
         {"B": rows, "S": tokens, "budget": _TINY_BUDGET if tiny else _BUDGET},
         lambda context: prompt(context, rows, tokens),
         _kv_after_prefill,
+        BATCH_VARIANTS,
         without=("hf_dynamic_chunked",),  # long, and the lengths below have it
         unit="MiB",
         target=target(

@@ -9,7 +9,7 @@ import torch
 
 import sparsekv
 from sparsekv.bench.case import Case, Context, Factory, Round, Shape
-from sparsekv.bench.generate_cases import VARIANTS
+from sparsekv.bench.generate_cases import TINY_VARIANTS, VARIANTS
 from sparsekv.bench.llama import generate, patched, prompt, token_ms, twin
 from sparsekv.hf.compat import output_cache
 
@@ -53,23 +53,26 @@ def _case(what: str, shape: Shape, ours: Factory, peers: dict[str, Factory]) -> 
 
 def _ours(policy: str, budget: int) -> Factory:
     def factory(ids: torch.Tensor, context: Context) -> Callable[[], Round]:
-        return _whole(patched(context, VARIANTS["ours"], policy, budget), ids, context)
+        variant = (TINY_VARIANTS if context.tiny else VARIANTS)["ours"]
+        # Patched anew for every run: contenders of a case share the model.
+        return _whole(lambda: patched(context, variant, policy, budget), ids, context)
 
     return factory
 
 
 def _dense(ids: torch.Tensor, context: Context) -> Callable[[], Round]:
-    run = _whole(twin(context, "hf_dynamic"), ids, context)
+    run = _whole(lambda: twin(context, "hf_dynamic"), ids, context)
     # The same beside every policy, so it runs once a length.
     return lambda: context.once(f"dense {ids.shape[1]}", run)
 
 
-def _whole(model: Any, ids: torch.Tensor, context: Context) -> Callable[[], Round]:
+def _whole(model_of: Callable[[], Any], ids: torch.Tensor, context: Context) -> Callable[[], Round]:
     """Time a token; beside it time to the first, the peak over the weights, the cache's report."""
     marks = _TINY_MARKS if context.tiny else _MARKS
 
     def run() -> Round:
-        generate(model, ids, (2,))  # compile
+        model = model_of()
+        generate(model, ids, (3,))  # compile
         if context.on_gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()

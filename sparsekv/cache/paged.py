@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsekv.cache.pages import PagePool
+from sparsekv.cache.pages import PagePool, upload
 from sparsekv.kernels.append import append_kv
 from sparsekv.kernels.compact import compact_kv
 
@@ -108,7 +108,7 @@ class PagedKVCache:
         *where, ids = where_and_ids
         self.table[tuple(where)] = ids
         flat = np.ravel_multi_index(where, self.table.shape)
-        both = torch.from_numpy(np.stack([flat, ids.astype(np.int64)])).to(self.pool.device)
+        both = upload(np.stack([flat, ids.astype(np.int64)]), self.pool.device)
         self.block_table.view(-1)[both[0]] = both[1].int()
 
     # ------------------------------------------------------------------ slots
@@ -118,17 +118,24 @@ class PagedKVCache:
         layer: int,
         k: Tensor,
         v: Tensor,
-        slots: Tensor,
-        token_positions: Tensor,
+        slots: Tensor | None,
+        token_positions: Tensor | None,
         *,
         index: Tensor | None = None,
+        offsets: Tensor | None = None,
         token_scores: Tensor | None = None,
+        count: bool = False,
     ) -> None:
-        """Write tokens into `slots` (see `append_kv`); the caller sets the new lengths."""
+        """Write tokens, see `append_kv`; the caller sets the new lengths.
+
+        count: one token goes behind the slots of each head, and the device counts it.
+        """
         pool = self.pool
         append_kv(
             k, v, pool.k_pages, pool.v_pages, pool.positions, pool.scores,
-            self.block_table[layer], slots, token_positions, index=index, token_scores=token_scores,
+            self.block_table[layer], slots, token_positions, index=index, offsets=offsets,
+            cache_seqlens=self.seqlens[layer] if count else None, token_scores=token_scores,
+            k_scales=pool.k_scales, v_scales=pool.v_scales,
         )  # fmt: skip
 
     def set_lens(self, layer: int, device: Tensor, host: np.ndarray) -> None:
@@ -153,9 +160,16 @@ class PagedKVCache:
 
     def gather(self, layer: int, order: Tensor) -> tuple[Tensor, Tensor]:
         """K and V of slots `order` int64 [B, HK, S] as dense tensors [B, HK, S, D]."""
+        return self.pool.read(*self._places(layer, order))
+
+    def write_keys(self, layer: int, order: Tensor, k: Tensor, chosen: Tensor) -> None:
+        """Overwrite keys of slots `order` by k [B, HK, S, D] where `chosen` bool [B, 1, S, 1]."""
+        self.pool.write_keys(*self._places(layer, order), k, chosen)
+
+    def _places(self, layer: int, order: Tensor) -> tuple[Tensor, Tensor]:
+        """(page, offset) of slots."""
         size = self.pool.page_size
-        page = self.block_table[layer].long().gather(-1, order // size)
-        return self.pool.k_pages[page, order % size], self.pool.v_pages[page, order % size]
+        return self.block_table[layer].long().gather(-1, order // size), order % size
 
     def compact(self, layer: int, keep: Tensor, host: np.ndarray | None) -> None:
         """Keep the slots marked in `keep` bool [B, HK, S]; `trim` gives back the pages left over.
@@ -166,6 +180,7 @@ class PagedKVCache:
         new = compact_kv(
             keep, pool.k_pages, pool.v_pages, pool.positions, pool.scores,
             self.block_table[layer], self.seqlens[layer],
+            k_scales=pool.k_scales, v_scales=pool.v_scales,
         )  # fmt: skip
         self.set_lens(layer, new, new.cpu().numpy() if host is None else host)
 
@@ -189,7 +204,7 @@ class PagedKVCache:
         self.pool.share(table.ravel())
         self.pool.release(self.table.ravel())
         self.table, self.lens, self.pages = table, self.lens[:, rows], self.pages[:, rows]
-        index = torch.from_numpy(rows.astype(np.int64)).to(self.pool.device)
+        index = upload(rows.astype(np.int64), self.pool.device)
         self.block_table = self.block_table[:, index]
         self.seqlens = self.seqlens[:, index]
 
@@ -209,8 +224,8 @@ class PagedKVCache:
         self.table[layer] = np.pad(snapshot.table, [(0, 0), (0, 0), (0, pad)])
         self.pages[layer] = (self.table[layer] != 0).sum(-1)
         device = self.pool.device
-        self.block_table[layer] = torch.from_numpy(self.table[layer]).to(device)
-        self.set_lens(layer, torch.from_numpy(snapshot.lens).to(device), snapshot.lens)
+        self.block_table[layer] = upload(self.table[layer], device)
+        self.set_lens(layer, upload(snapshot.lens, device), snapshot.lens)
 
     def free(self) -> None:
         """Give every page back."""

@@ -1,7 +1,8 @@
 """The page pool: K/V pages of one head dim on one device, with a free list and refcounts.
 
 A page holds `page_size` slots of ONE KV head of ONE layer of ONE row, so any per-layer, per-head
-budget frees real memory. Beside K and V every slot carries the position of its token and a score.
+budget frees real memory. Beside K and V every slot carries the position of its token and a score,
+and a scale of each where K and V are quantised (`kernels/_quant.py`).
 Page 0 is the null page: unused block-table entries point at it, and nobody ever owns it.
 Ownership is kept on the host; nothing here waits for the device.
 """
@@ -12,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparsekv.kernels._quant import dequantise, kv_format, quantise, raw, stored_width
+
 # Growing adds at least this fraction of the pool, so that copies stay rare and waste stays small.
 _GROWTH = 1 / 32
 
@@ -20,23 +23,46 @@ class PagePool:
     """Pages [N, P, D] of keys and values, positions int32 [N, P] and scores fp32 [N, P].
 
     Args:
+        dtype: what keys and values come in and, if they are quantised, come out as.
         page_size: slots a page, one of 16, 32, 64.
+        kv_dtype: None, or a name of `KV_FORMATS`: pages are of that format ([N, P, D/2] for int4)
+            and have k_scales and v_scales, fp32 [N, P].
+
+    Raises:
+        ValueError: another page size, or a kv_dtype that is unknown or that head_dim or the device
+            cannot serve.
     """
 
     def __init__(
-        self, device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int = 16
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        head_dim: int,
+        page_size: int = 16,
+        kv_dtype: str | None = None,
     ) -> None:
         if page_size not in (16, 32, 64):
             raise ValueError(f"expected page_size to be 16, 32 or 64, got {page_size}")
         self.device, self.dtype = device, dtype
         self.head_dim, self.page_size = head_dim, page_size
-        self.k_pages = torch.empty(1, page_size, head_dim, dtype=dtype, device=device)
-        self.v_pages = torch.empty(1, page_size, head_dim, dtype=dtype, device=device)
+        self.form = form = None if kv_dtype is None else kv_format(kv_dtype, head_dim, device)
+        shape, stored = (1, page_size, stored_width(form, head_dim)), form.dtype if form else dtype
+        self.k_pages = torch.empty(shape, dtype=stored, device=device)
+        self.v_pages = torch.empty(shape, dtype=stored, device=device)
+        self.k_scales = torch.ones(shape[:2], device=device) if form else None
+        self.v_scales = torch.ones(shape[:2], device=device) if form else None
         self.positions = torch.zeros(1, page_size, dtype=torch.int32, device=device)
         self.scores = torch.zeros(1, page_size, dtype=torch.float32, device=device)
         self.refcount = np.ones(1, dtype=np.int32)  # the null page is never free
         self._free: list[int] = []
         self.has_shared = False
+
+    @property
+    def slot_tensors(self) -> dict[str, Tensor]:
+        """Every tensor that has a row a slot, by attribute name."""
+        names = ["k_pages", "v_pages", "positions", "scores"]
+        names += ["k_scales", "v_scales"] if self.form else []
+        return {name: getattr(self, name) for name in names}
 
     @property
     def num_pages(self) -> int:
@@ -55,8 +81,8 @@ class PagePool:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the K and V tensors that exist, free pages and the null page included."""
-        return self.k_pages.nbytes + self.v_pages.nbytes
+        """Bytes of K and V that exist, with their scales, free pages and the null page."""
+        return sum(x.nbytes for name, x in self.slot_tensors.items() if name[0] in "kv")
 
     def reserve(self, count: int) -> None:
         """Make sure that `count` pages are free, growing the tensors if need be."""
@@ -67,7 +93,7 @@ class PagePool:
         extra = missing if self.num_pages == 0 else max(missing, int(self.num_pages * _GROWTH))
         old = len(self.refcount)
         # One after the other, so that at most one tensor exists twice.
-        for name in ("k_pages", "v_pages", "positions", "scores"):
+        for name in self.slot_tensors:
             setattr(self, name, _grown(getattr(self, name), old + extra))
         self.refcount = np.concatenate([self.refcount, np.zeros(extra, dtype=np.int32)])
         self._free.extend(range(old + extra - 1, old - 1, -1))
@@ -96,9 +122,34 @@ class PagePool:
 
     def copy(self, source: np.ndarray, target: np.ndarray) -> None:
         """Copy whole pages `source[i]` -> `target[i]` (copy-on-write)."""
-        pair = torch.from_numpy(np.stack([source, target]).astype(np.int64)).to(self.device)
-        for pages in (self.k_pages, self.v_pages, self.positions, self.scores):
+        pair = upload(np.stack([source, target]).astype(np.int64), self.device)
+        for pages in map(raw, self.slot_tensors.values()):
             pages[pair[1]] = pages[pair[0]]
+
+    def read(self, page: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V of slots, [..., D] in `dtype`. page, offset: int64 [...]."""
+        at = page, offset
+        if self.k_scales is None or self.v_scales is None:
+            return self.k_pages[at], self.v_pages[at]
+        k, v = (raw(pages)[at].view(pages.dtype) for pages in (self.k_pages, self.v_pages))
+        scales = self.k_scales[at], self.v_scales[at]
+        return dequantise(k, scales[0], self.dtype), dequantise(v, scales[1], self.dtype)
+
+    def write_keys(self, page: Tensor, offset: Tensor, k: Tensor, chosen: Tensor) -> None:
+        """Overwrite the keys of slots by k [..., D] where `chosen` bool [..., 1] says so."""
+        at = page, offset
+        if self.form is None or self.k_scales is None:
+            self.k_pages[at] = torch.where(chosen, k, self.k_pages[at])
+            return
+        q, scale = quantise(k, self.form)
+        pages = raw(self.k_pages)
+        pages[at] = torch.where(chosen, raw(q), pages[at])
+        self.k_scales[at] = torch.where(chosen[..., 0], scale, self.k_scales[at])
+
+
+def upload(array: np.ndarray, device: torch.device) -> Tensor:
+    """`array` on `device`; the host does not wait, for the driver copies pageable memory aside."""
+    return torch.from_numpy(array).to(device, non_blocking=True)
 
 
 def _grown(tensor: Tensor, pages: int) -> Tensor:

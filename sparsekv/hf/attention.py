@@ -21,8 +21,9 @@ KEY_MARK = "_sparsekv_layer"
 WINDOW_MARK = "_sparsekv_window"
 # The kv_offset by which the mask function knows that the cache is ours: no column is negative.
 OWN_CACHE = -1
-# The same for the cache of a traced decode step; its mask is empty, see `sparsekv.hf.step`.
-STEP_CACHE = -2
+# The same for the cache of a traced forward, see `sparsekv.hf.traced`: its padding mask has a third
+# axis, and one axis where there is no padding.
+TRACED_CACHE = -2
 # Arguments of other attention variants that would change the result if they were ignored.
 _UNSUPPORTED = ("position_bias", "indices", "block_indices", "sinks", "cu_seq_lens_q")
 
@@ -56,9 +57,10 @@ def attention_forward(
         raise ValueError(f"expected plain causal attention, got {', '.join(given)}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     sinks = s_aux.to_local() if hasattr(s_aux, "to_local") else s_aux  # type: ignore[union-attr]
-    if attention_mask is not None and attention_mask.numel() == 0:
-        return torch.ops.sparsekv.decode_step(
-            query, key, value, module.layer_idx, scale, softcap, sliding_window, sinks
+    if attention_mask is not None and attention_mask.ndim in (1, 3):
+        mask = attention_mask[0] if attention_mask.ndim == 3 else None
+        return torch.ops.sparsekv.attend(
+            query, key, value, mask, module.layer_idx, scale, softcap, sliding_window, sinks
         ), None
     scores = Scores(scale, softcap, sinks)
     causal = kwargs.get("is_causal")
@@ -134,8 +136,9 @@ def attention_mask(
     Raises:
         ValueError: a custom mask function, or padding in a decode step.
     """
-    if kv_offset == STEP_CACHE:
-        return torch.empty(0, dtype=torch.bool, device=kwargs.get("device"))
+    if kv_offset == TRACED_CACHE:
+        none = torch.empty(0, dtype=torch.bool, device=kwargs.get("device"))
+        return none if attention_mask is None else attention_mask[None]
     if kv_offset != OWN_CACHE:
         return sdpa_mask(
             q_length=q_length, kv_offset=kv_offset, attention_mask=attention_mask,

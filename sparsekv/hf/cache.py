@@ -101,11 +101,12 @@ class SparseCache(Cache):
         *,
         page_size: int = 16,
         sink_shift: SinkShift | None = None,
+        kv_dtype: str | None = None,
         defer_eviction: bool = False,
     ) -> None:
         self.state = SparseState(
             policy, budget, layers, page_size=page_size, sink_shift=sink_shift,
-            defer_eviction=defer_eviction,
+            kv_dtype=kv_dtype, defer_eviction=defer_eviction,
         )  # fmt: skip
         super().__init__(layers=[SparseLayer(self.state, i) for i in range(len(layers))])
 

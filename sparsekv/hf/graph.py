@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from sparsekv.hf.cache import SparseCache
 from sparsekv.hf.compat import cache_key, tp_size
-from sparsekv.hf.step import CompiledStep
+from sparsekv.hf.traced import CompiledForward, warn_uncompiled
 from sparsekv.steady import HostCount, addresses, advance, hold
 
 # Decode steps whose pages are found in advance; when they are used up, the next are, and the
@@ -46,11 +46,11 @@ class GraphedDecode:
     """Stands in for `model.__call__` in the decode loop of one `generate`.
 
     compile_config: for caches that are not ours, which get transformers' own compiled call.
-    compiled: the model's compiled decode step, or None to capture its forward as it is.
+    compiled: the model's compiled forward, or None to capture its forward as it is.
     """
 
     def __init__(
-        self, model: PreTrainedModel, compile_config: Any, compiled: CompiledStep | None = None
+        self, model: PreTrainedModel, compile_config: Any, compiled: CompiledForward | None = None
     ) -> None:
         self.model, self.name = model, cache_key(model)
         self.compile_config, self.compiled = compile_config, compiled
@@ -105,11 +105,10 @@ class GraphedDecode:
         """A step by the compiled forward, which is compiled for this batch size on the way."""
         assert self.compiled is not None
         try:
-            return self.compiled(self.model, _forwarded(inputs), cache)
+            return self.compiled.step(self.model, _forwarded(inputs), cache)
         except TorchDynamoException as error:  # while tracing or compiling: no layer has run yet
             self.compiled = None
-            reason = str(error).strip().splitlines()[0]
-            warnings.warn(f"sparsekv decodes without torch.compile: {reason}", stacklevel=3)
+            warn_uncompiled("decode steps", error)
             return self.model(**inputs)
 
     def _capture(self, inputs: dict[str, Any], cache: SparseCache) -> bool:
@@ -129,7 +128,7 @@ class GraphedDecode:
 
     def _step(self, forward: dict[str, Any], cache: SparseCache) -> Any:
         if self.compiled is not None:
-            return self.compiled(self.model, forward, cache)
+            return self.compiled.step(self.model, forward, cache)
         return self.model(**forward, **{self.name: cache}, use_cache=True, return_dict=True)
 
     def _refuse(self, reason: str) -> bool:

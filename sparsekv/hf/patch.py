@@ -27,7 +27,7 @@ from sparsekv.hf.check import (
 )
 from sparsekv.hf.compat import cache_key
 from sparsekv.hf.graph import GraphedDecode, can_graph
-from sparsekv.hf.step import CompiledStep
+from sparsekv.hf.traced import CompiledForward, bound_forward
 from sparsekv.policies import Full, Policy, get_policy, resolve_budget
 from sparsekv.rope import SinkShift
 
@@ -47,7 +47,8 @@ class Patch:
     page_size: int
     attn_implementation: str
     sink_shift: SinkShift | None
-    compiled: CompiledStep | None
+    kv_dtype: str | None
+    compiled: CompiledForward | None
     defer_eviction: bool
 
 
@@ -57,6 +58,7 @@ def patch(
     budget: int | float = 512,
     *,
     page_size: int = 16,
+    kv_dtype: str | None = None,
     compile: bool = False,
     defer_eviction: bool = False,
 ) -> Model:
@@ -69,30 +71,35 @@ def patch(
         budget: tokens kept per layer and KV head on average (int), or the fraction of the real
             prompt tokens to keep (float in (0, 1]).
         page_size: slots a page, 16, 32 or 64.
-        compile: let torch.compile make the decode step that is captured on a GPU. The first
-            generation with every batch size takes half a minute longer, later ones are faster.
+        kv_dtype: None keeps K and V as they are; "fp8_e4m3" (CUDA 8.9 or newer), "fp8_e5m2", "int8"
+            or "int4" quantises what is kept, with one scale per token and KV head. A prompt is
+            attended as it is and quantised when it is kept; every later step reads what is kept.
+        compile: let torch.compile make the forward of prompts, and the decode step that is
+            captured on a GPU. The first generation takes a minute longer, the first with another
+            batch size half a minute; later ones are faster.
         defer_eviction: with `generate(prefill_chunk_size=...)`, evict after the last chunk and not
             after each: the same tokens stay as without chunks, but the whole prompt is cached
             until then.
 
     Raises:
-        ValueError: an unknown policy, a bad budget, or a model that cannot be served; the model is
-            left as it was.
+        ValueError: an unknown policy or kv_dtype, a bad budget, or a model or device that cannot be
+            served; the model is left as it was.
     """
     chosen = get_policy(policy)
     resolve_budget(budget, 1)
     check_config(model)
+    previous = model.__dict__.get(_RECORD)
+    if compile and "forward" in model.__dict__ and not (previous and previous.compiled):
+        raise ValueError("expected a model without hooks on its forward for compile=True, got some")
     shift = None
     if chosen.rerotates_sinks:
         shift = SinkShift(getattr(chosen, "sinks", 0), rotary_frequencies(model))
-    previous = model.__dict__.get(_RECORD)
     before = previous.attn_implementation if previous else model.config._attn_implementation
     register()
     model.set_attn_implementation(NAME)
-    compiled = CompiledStep() if compile else None
-    model.__dict__[_RECORD] = Patch(
-        chosen, budget, page_size, before, shift, compiled, defer_eviction
-    )
+    compiled = CompiledForward() if compile else None
+    record = Patch(chosen, budget, page_size, before, shift, kv_dtype, compiled, defer_eviction)
+    _install(model, record)
     for name, method in _METHODS.items():
         model.__dict__.setdefault(name, types.MethodType(method, model))
     try:
@@ -101,9 +108,19 @@ def patch(
         if previous is None:
             unpatch(model)
         else:
-            model.__dict__[_RECORD] = previous
+            _install(model, previous)
         raise
     return model
+
+
+def _install(model: PreTrainedModel, record: Patch) -> None:
+    """Put `record` and its forward on the model, in place of those that are there."""
+    before = model.__dict__.get(_RECORD)
+    if before is not None and before.compiled is not None:
+        del model.__dict__["forward"]
+    if record.compiled is not None:
+        model.__dict__["forward"] = bound_forward(model, record.compiled)
+    model.__dict__[_RECORD] = record
 
 
 def unpatch(model: Model) -> Model:
@@ -113,6 +130,8 @@ def unpatch(model: Model) -> Model:
         model.__dict__.pop(name, None)
     if record is not None:
         model.set_attn_implementation(record.attn_implementation)
+        if record.compiled is not None:
+            del model.__dict__["forward"]
     return model
 
 
@@ -125,7 +144,7 @@ def new_cache(model: PreTrainedModel) -> SparseCache:
     record = _record(model)
     return SparseCache(
         record.policy, record.budget, layer_specs(model),
-        page_size=record.page_size, sink_shift=record.sink_shift,
+        page_size=record.page_size, sink_shift=record.sink_shift, kv_dtype=record.kv_dtype,
         defer_eviction=record.defer_eviction,
     )  # fmt: skip
 
@@ -144,12 +163,13 @@ def _prove(model: PreTrainedModel) -> None:
             f"expected a model whose attention function can be chosen, got {type(model).__name__}"
         )
     record = _record(model)
-    cache = SparseCache(
-        Full(), 1, layer_specs(model), page_size=record.page_size, sink_shift=record.sink_shift
-    )
+    layers, size, shift = layer_specs(model), record.page_size, record.sink_shift
+    cache = SparseCache(Full(), 1, layers, page_size=size, kv_dtype=record.kv_dtype)
     self_test(model, cache)
-    if record.sink_shift is not None:
-        check_rotation(cache)
+    if shift is not None:  # to be seen in exact keys only
+        exact = SparseCache(Full(), 1, layers, page_size=size, sink_shift=shift)
+        self_test(model, exact)
+        check_rotation(exact)
     if not cache.state.ordinal:
         warnings.warn(
             f"every layer of {type(model).__name__} has a sliding window and keeps it; policy "

@@ -19,11 +19,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
-from ._common import ARCHS, LN2, LOG2E, AotRow, launch_options, padded_head_dim
+from ._common import ARCHS, LN2, LOG2E, AotRow, arch_of, launch_options, padded_head_dim
 
 MERGE_TILE = 8192  # accumulators a step of the merge: 64 chunks of 128, 64 registers a thread
 BLOCK_S = 512  # slots a program of the probabilities
+_PDL_ARCHS = ("sm90", "sm100", "sm120")
 
 
 @triton.jit
@@ -56,7 +58,10 @@ def combine_kernel(
     G: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_wait()
     head, row = tl.program_id(0), tl.program_id(1)
     num_heads = tl.num_programs(0)
     index = (row * num_heads + head).to(tl.int64)
@@ -107,7 +112,10 @@ def probs_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,
     REDUCE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_wait()
     kv_head, row = tl.program_id(1), tl.program_id(2)
     group = (row * tl.num_programs(1) + kv_head).to(tl.int64)
     slot = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
@@ -158,8 +166,17 @@ def combine(
         G=HQ // seqlens.shape[1],
         CHUNK=chunk,
         BLOCK_C=_chunks_a_step(chunks, D),
-        **launch_options(4, 1),
+        **dependent_launch(part_acc.device),
     )
+
+
+def dependent_launch(device: torch.device) -> dict[str, Any]:
+    """Launch options of a kernel that follows another: where it can, it is set up while that runs.
+
+    Programmatic dependent launch: the kernel waits on the device for the one before to be complete.
+    """
+    pdl = arch_of(device) in _PDL_ARCHS
+    return launch_options(4, 1) | {"PDL": pdl} | ({"launch_pdl": True} if pdl else {})
 
 
 def _chunks_a_step(chunks: int, head_dim: int) -> int:
@@ -185,7 +202,7 @@ def probabilities(
         BLOCK_N=block_n,
         BLOCK_S=BLOCK_S,
         REDUCE=reduce,
-        **launch_options(4, 1),
+        **dependent_launch(weights.device),
     )
     return probs
 
@@ -193,14 +210,16 @@ def probabilities(
 def merge_signatures() -> list[AotRow]:
     """Rows of `aot_signatures` for both kernels, with G = 4."""
     rows: list[AotRow] = []
-    types = "*fp32 *fp32 *i32 *bf16 *bf16 *fp32 i32" + " constexpr" * 5
+    types = "*fp32 *fp32 *i32 *bf16 *bf16 *fp32 i32" + " constexpr" * 6
     signature = dict(zip(combine_kernel.arg_names, types.split(), strict=True))
     constexprs: dict[str, Any] = {"G": 4, "CHUNK": 256}
-    types = "*fp16 *fp32 *i32 *fp32 *fp32 i32" + " constexpr" * 4
+    types = "*fp16 *fp32 *i32 *fp32 *fp32 i32" + " constexpr" * 5
     probs_signature = dict(zip(probs_kernel.arg_names, types.split(), strict=True))
     probs_constexprs: dict[str, Any] = {"G": 4, "BLOCK_N": 64, "BLOCK_S": BLOCK_S}
     options = launch_options(4, 1)
     for arch in ARCHS:
+        constexprs = constexprs | {"PDL": arch in _PDL_ARCHS}
+        probs_constexprs = probs_constexprs | {"PDL": arch in _PDL_ARCHS}
         for d in (64, 128, 256) if arch == "sm90" else (128,):
             dims = {"D": d, "BLOCK_D": d, "BLOCK_C": _chunks_a_step(64, d)}
             rows.append((combine_kernel, signature, constexprs | dims, options, arch))

@@ -5,10 +5,11 @@ With n = cache_seqlens, keep restricted to slots < n and new = sum(keep):
     sources       kept slots    >= new, ascending,
     destinations  evicted slots <  new, ascending.
 
-Both lists have the same length, at most n / 2; the i-th source record (k, v, position, score) moves
-into the i-th destination. Sources and destinations are disjoint and each is touched once, so the
-moves need neither an order nor a second buffer. The order of slots inside a head is lost on
-purpose: attention does not depend on it, and windows use `positions`.
+Both lists have the same length, at most n / 2; the i-th source record (k, v, position, score, and
+the scales of a quantised k and v) moves into the i-th destination. Sources and destinations are
+disjoint and each is touched once, so the moves need neither an order nor a second buffer. The order
+of slots inside a head is lost on purpose: attention does not depend on it, and windows use
+`positions`.
 
 Two launches: one program a head counts and ranks (running sums, ascending blocks), then programs of
 BLOCK_R moves copy the records. Nothing is sized by a count on the host.
@@ -24,6 +25,7 @@ from torch import Tensor
 from ._common import (
     ARCHS,
     AotRow,
+    aot_row,
     check_dtype,
     check_last_contiguous,
     check_shape,
@@ -31,6 +33,7 @@ from ._common import (
     padded_head_dim,
 )
 from ._pool import check_pool
+from ._quant import check_scales, raw
 
 _BLOCK_S = 1024  # slots a step of the ranking
 # padded head_dim -> BLOCK_R moves a program: 4096 values of K and of V, 4 warps, any arch
@@ -89,6 +92,8 @@ def _move_kernel(
     num_moves,  # int32 [B, HK]
     sources,  # int32 [B, HK, max_moves]
     destinations,  # int32 [B, HK, max_moves]
+    k_scales,  # fp32 [N, P], in place, or None
+    v_scales,  # fp32 [N, P], in place, or None
     stride_kn,
     stride_kp,
     stride_vn,
@@ -120,6 +125,11 @@ def _move_kernel(
     tl.store(positions + dst_page * P + dst, position, mask=todo)
     score = tl.load(scores + src_page * P + src, mask=todo)
     tl.store(scores + dst_page * P + dst, score, mask=todo)
+    if k_scales is not None:
+        k_scale = tl.load(k_scales + src_page * P + src, mask=todo)
+        tl.store(k_scales + dst_page * P + dst, k_scale, mask=todo)
+        v_scale = tl.load(v_scales + src_page * P + src, mask=todo)
+        tl.store(v_scales + dst_page * P + dst, v_scale, mask=todo)
 
     offs_d = tl.arange(0, BLOCK_D)
     tile = todo[:, None] & (offs_d < D)[None, :]  # [BLOCK_R, BLOCK_D]
@@ -140,9 +150,13 @@ def compact_kv_triton(
     scores: Tensor,
     block_table: Tensor,
     cache_seqlens: Tensor,
+    *,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> Tensor:
     """`compact_kv` as two Triton launches on grids that depend on shapes only; no host sync."""
     _check(keep, k_pages, v_pages, positions, scores, block_table, cache_seqlens)
+    check_scales(k_pages, k_scales, v_scales)
     B, HK, slots = keep.shape
     max_moves = max(1, slots // 2)
     lens = cache_seqlens.contiguous()
@@ -157,7 +171,8 @@ def compact_kv_triton(
     )
     D, block_d = k_pages.shape[2], padded_head_dim(k_pages.shape[2])
     _move_kernel[(triton.cdiv(max_moves, _CONFIG[block_d]), HK, B)](
-        *(k_pages, v_pages, positions, scores, block_table, num_moves, lists[0], lists[1]),
+        *(raw(k_pages), raw(v_pages), positions, scores, block_table, num_moves),
+        *(lists[0], lists[1], k_scales, v_scales),
         *(*k_pages.stride()[:2], *v_pages.stride()[:2], *block_table.stride()[:2]),
         max_moves,
         D=D,
@@ -177,9 +192,13 @@ def compact_kv_reference(
     scores: Tensor,
     block_table: Tensor,
     cache_seqlens: Tensor,
+    *,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> Tensor:
     """The definition, and the CPU path."""
     _check(keep, k_pages, v_pages, positions, scores, block_table, cache_seqlens)
+    check_scales(k_pages, k_scales, v_scales)
     P = k_pages.shape[1]
     slot = torch.arange(keep.shape[-1], device=keep.device)
     keep = keep & (slot < cache_seqlens[..., None])  # [B, HK, S]
@@ -189,8 +208,9 @@ def compact_kv_reference(
     b, h, src = (keep & ~inside).nonzero(as_tuple=True)
     dst = (~keep & inside).nonzero(as_tuple=True)[2]
     src_page, dst_page = block_table[b, h, src // P].long(), block_table[b, h, dst // P].long()
-    for pages in (k_pages, v_pages, positions, scores):
-        pages[dst_page, dst % P] = pages[src_page, src % P]
+    for pages in (raw(k_pages), raw(v_pages), positions, scores, k_scales, v_scales):
+        if pages is not None:
+            pages[dst_page, dst % P] = pages[src_page, src % P]
     return new
 
 
@@ -221,29 +241,39 @@ def compact_kv(
     scores: Tensor,
     block_table: Tensor,
     cache_seqlens: Tensor,
+    *,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> Tensor:
     """Moves the kept records of every head into its first slots, in place; returns the new lengths.
 
     keep bool [B,HK,S] with S >= every length (entries beyond a length are ignored); k_pages,
     v_pages [N,P,D]; positions int32 [N,P]; scores fp32 [N,P]; block_table int32 [B,HK,maxP];
-    cache_seqlens int32 [B,HK]. No page may belong to two heads. Returns new_seqlens int32 [B,HK];
-    cache_seqlens is not modified. Nothing syncs with the host on a GPU. Raises ValueError on shapes
-    and dtypes that do not fit together.
+    cache_seqlens int32 [B,HK]; k_scales, v_scales fp32 [N,P] of quantised pages. No page may belong
+    to two heads. Returns new_seqlens int32 [B,HK]; cache_seqlens is not modified. Nothing syncs
+    with the host on a GPU. Raises ValueError on shapes and dtypes that do not fit together.
     """
     run = compact_kv_triton if keep.is_cuda else compact_kv_reference
-    return run(keep, k_pages, v_pages, positions, scores, block_table, cache_seqlens)
+    args = (keep, k_pages, v_pages, positions, scores, block_table, cache_seqlens)
+    return run(*args, k_scales=k_scales, v_scales=v_scales)
 
 
 def aot_signatures() -> list[AotRow]:
     """(kernel, signature, constexprs, launch options, arch) with P = 16."""
     types = "*u8 " + "*i32 " * 5 + "i32 " * 4 + "constexpr "
     rank = dict(zip(_rank_kernel.arg_names, types.split(), strict=True))
-    types = "*bf16 *bf16 *i32 *fp32 " + "*i32 " * 4 + "i32 " * 7 + "constexpr " * 4
-    move = dict(zip(_move_kernel.arg_names, types.split(), strict=True))
     rows: list[AotRow] = []
     for arch in ARCHS:
         rows.append((_rank_kernel, rank, {"BLOCK_S": _BLOCK_S}, launch_options(4, 1), arch))
         for d in (64, 128, 256) if arch == "sm90" else (128,):
-            constexprs = {"D": d, "BLOCK_D": d, "P": 16, "BLOCK_R": _CONFIG[d]}
-            rows.append((_move_kernel, move, constexprs, launch_options(4, 1), arch))
+            rows += [_move_row(arch, d, quantised) for quantised in (False, True)]
     return rows
+
+
+def _move_row(arch: str, width: int, quantised: bool) -> AotRow:
+    ints = ("positions", "block_table", "num_moves", "sources", "destinations")
+    types = dict.fromkeys(ints, "*i32") | {"scores": "*fp32", "max_moves": "i32"}
+    types |= dict.fromkeys(("k_pages", "v_pages"), "*u8" if quantised else "*bf16")
+    types |= dict.fromkeys(("k_scales", "v_scales") if quantised else (), "*fp32")
+    constexprs = {"D": width, "BLOCK_D": width, "P": 16, "BLOCK_R": _CONFIG[width]}
+    return aot_row(_move_kernel, arch, types, constexprs, launch_options(4, 1))

@@ -18,7 +18,7 @@ do not depend on page ids; they do not depend on the rest of the batch for a giv
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -34,22 +34,20 @@ from ._common import (
     check_dtype,
     check_last_contiguous,
     launch_options,
-    lookup,
     padded_head_dim,
 )
 from ._decode_merge import combine, merge_signatures, probabilities, softmax_finish
+from ._decode_plan import CONFIG, HEAD_DIMS, Plan, make_plan, shrunk
+from ._quant import (
+    KVFormat,
+    check_scales,
+    format_of,
+    formats_of,
+    stored_dots,
+    stored_width,
+    unpack_int4,
+)
 from .reference.decode import check_decode, check_window, paged_decode_attention_reference
-
-_HEAD_DIMS = (16, 32, 64, 128, 256)
-
-# (arch, padded head_dim) -> (BLOCK_N keys a tile, num_warps, num_stages). Three stages are two
-# buffers of K and V: 64 KB for 64 x 128 in 16 bits, three programs on an sm90 multiprocessor.
-_CONFIG = {(arch, d): (64, 4, 3) for arch in ARCHS for d in _HEAD_DIMS}
-_CONFIG |= {(arch, d): (32, 4, 3) for arch in ARCHS for d in (16, 256)}  # 16 x 64 keys spills
-_CONFIG |= {(arch, 128): (32, 4, 3) for arch in ("sm89", "sm120")}  # 99 KB of shared memory
-_CONFIG |= {(arch, 256): (16, 4, 3) for arch in ("sm89", "sm120")}
-_CONFIG |= {("gfx942", d): (16 if d == 256 else 32, 4, 2) for d in _HEAD_DIMS}  # 64 KB of LDS
-_CONFIG |= {("fp32", d): (32 if d <= 64 else 16, 4, 2) for d in _HEAD_DIMS}
 
 
 @triton.jit(do_not_specialize=["window"])
@@ -57,6 +55,8 @@ def _decode_kernel(
     q,  # [B, HQ, D]
     k_pages,  # [N, P, D]
     v_pages,  # [N, P, D]
+    k_scales,  # fp32 [N, P] or None: pages are not quantised
+    v_scales,  # fp32 [N, P] or None
     block_table,  # int32 [B, HK, maxP]
     seqlens,  # int32 [B, HK]
     positions,  # int32 [N, P] or None: no window
@@ -66,28 +66,15 @@ def _decode_kernel(
     lse,  # fp32 [B, HQ] if ONE_CHUNK, else (m, l) fp32 [B, HQ, C, 2]
     weights,  # fp16 [B, HQ, S] or None
     tile_max,  # fp32 [B, HQ, tiles] or None
-    stride_qb,
-    stride_qh,
-    stride_kn,
-    stride_kp,
-    stride_vn,
-    stride_vp,
-    stride_tb,
-    stride_th,
-    softmax_scale,
-    softcap,
-    window,
+    stride_qb, stride_qh, stride_kn, stride_kp, stride_vn, stride_vp, stride_tb, stride_th,
+    softmax_scale, softcap, window,
     capacity,  # S = maxP * P
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    G: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    P: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    CHUNK: tl.constexpr,
-    ONE_CHUNK: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-):
+    D: tl.constexpr,  # elements of a page row: head_dim, or half of it if PACKED
+    BLOCK_D: tl.constexpr, G: tl.constexpr, BLOCK_G: tl.constexpr, P: tl.constexpr,
+    BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, ONE_CHUNK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    PACKED: tl.constexpr,  # int4: the upper half of the dims is a second stream
+    V_UNIT: tl.constexpr,  # of the quantised format, or None
+):  # fmt: skip
     kv_head, row, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     group = (row * tl.num_programs(0) + kv_head).to(tl.int64)
     n = tl.load(seqlens + group)
@@ -104,6 +91,10 @@ def _decode_kernel(
     q_rows = row.to(tl.int64) * stride_qb + (kv_head * G + offs_g) * stride_qh
     q_mask = in_g[:, None] & in_d
     q_tile = tl.load(q + q_rows[:, None] + offs_d[None, :], mask=q_mask, other=0.0)
+    q_upper = q_tile
+    if PACKED:
+        q_upper = tl.load(q + q_rows[:, None] + D + offs_d[None, :], mask=q_mask, other=0.0)
+        acc_upper = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     if positions is not None:
         oldest = tl.load(q_positions + row) - window  # visible: position > oldest
 
@@ -131,7 +122,10 @@ def _decode_kernel(
         if positions is not None:
             seen &= tl.load(positions + page64 * P + offset, mask=in_tile, other=0) > oldest
         # [BLOCK_G, BLOCK_N]
-        dots = tl.dot(q_tile, tl.trans(k), input_precision="ieee")
+        dots = stored_dots(q_tile, q_upper, k, PACKED)
+        if k_scales is not None:
+            k_scale = tl.load(k_scales + page64 * P + offset, mask=in_tile, other=0.0)
+            dots *= k_scale[None, :]
         x = base2_logits(dots, softmax_scale, softcap, HAS_SOFTCAP)
         x = tl.where(seen[None, :], x, float("-inf"))
         m_new = tl.maximum(m, tl.max(x, 1))
@@ -139,64 +133,43 @@ def _decode_kernel(
         p = tl.exp2(x - m_safe[:, None])
         alpha = tl.exp2(m - m_safe)
         l = l * alpha + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+        pv = p
+        if v_scales is not None:
+            v_scale = tl.load(v_scales + page64 * P + offset, mask=in_tile, other=0.0)
+            pv = p * (v_scale * V_UNIT)[None, :]
+        pv = pv.to(q_tile.dtype)
+        if PACKED:
+            v, v_upper = unpack_int4(v, q_tile.dtype)
+            acc_upper *= alpha[:, None]
+            acc_upper = tl.dot(pv, v_upper, acc_upper, input_precision="ieee")
+        acc = tl.dot(pv, v.to(q_tile.dtype), acc * alpha[:, None], input_precision="ieee")
         m = m_new
         if weights is not None:
             w_ptrs = weights + offs_g[:, None] * capacity + slot[None, :]
             tl.store(w_ptrs, p.to(tl.float16), mask=in_g[:, None] & in_tile[None, :])
             tl.store(tile_max + offs_g * tiles + tile // BLOCK_N, m_new, mask=in_g)
 
+    if v_scales is not None:
+        acc *= 1.0 / V_UNIT
+        if PACKED:
+            acc_upper *= 1.0 / V_UNIT
     if ONE_CHUNK:
         sink = tl.full([BLOCK_G], float("-inf"), tl.float32)
         if sinks is not None:
             sink = tl.load(sinks + kv_head * G + offs_g, mask=in_g, other=0.0).to(tl.float32)
             sink = sink * LOG2E
+        if PACKED:
+            acc_upper, lse_rows = softmax_finish(m, l, acc_upper, sink)
         acc, lse_rows = softmax_finish(m, l, acc, sink)
         tl.store(lse + head, lse_rows, mask=in_g)
     else:
         head = head * tl.num_programs(2) + chunk
         tl.store(lse + head * 2, m, mask=in_g)
         tl.store(lse + head * 2 + 1, l, mask=in_g)
-    o_ptrs = out + head[:, None] * D + offs_d[None, :]
+    o_ptrs = out + head[:, None] * (2 * D if PACKED else D) + offs_d[None, :]
     tl.store(o_ptrs, acc.to(out.dtype.element_ty), mask=q_mask)
-
-
-class _Plan(NamedTuple):
-    chunk: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    chunks: int
-    capacity: int
-
-    @property
-    def tiles(self) -> int:
-        return -(-self.capacity // self.block_n)
-
-
-def default_chunk_size(heads: int, capacity: int) -> int:
-    """Slots per program for `heads` = B * HK heads of `capacity` slots; from shapes only.
-
-    The largest size that still gives 1024 programs (three on each of 132 multiprocessors, 2-3
-    times over, so that ragged heads even out), at least 128.
-    """
-    chunk = 1024 if capacity > 32768 else 512
-    while chunk > 128 and heads * -(-capacity // chunk) < 1024:
-        chunk //= 2
-    return chunk
-
-
-def _plan(q: Tensor, k_pages: Tensor, block_table: Tensor, chunk: int | None) -> _Plan:
-    block_n, num_warps, num_stages = lookup(_CONFIG, q)
-    B, HK, max_pages = block_table.shape
-    capacity = max_pages * k_pages.shape[1]
-    chunk = default_chunk_size(B * HK, capacity) if chunk is None else chunk
-    if chunk < 16 or chunk % 16:
-        raise ValueError(f"expected chunk_size to be a positive multiple of 16, got {chunk}")
-    while chunk % block_n:
-        block_n //= 2
-    chunks = max(1, -(-capacity // chunk))
-    return _Plan(chunk, block_n, num_warps, num_stages, chunks, capacity)
+    if PACKED:
+        tl.store(o_ptrs + D, acc_upper.to(out.dtype.element_ty), mask=q_mask)
 
 
 def paged_decode_attention_triton(
@@ -214,19 +187,22 @@ def paged_decode_attention_triton(
     q_positions: Tensor | None = None,
     probs: str | None = None,
     chunk_size: int | None = None,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """`paged_decode_attention` as one to three Triton launches on constant grids; no host sync."""
     check_decode(q, k_pages, v_pages, block_table, cache_seqlens, sinks, probs)
     check_window(q, k_pages, window, positions, q_positions)
+    check_scales(k_pages, k_scales, v_scales)
     _check_layout(q, k_pages, v_pages, block_table, positions)
-    plan = _plan(q, k_pages, block_table, chunk_size)
+    plan = make_plan(q, k_pages, block_table, chunk_size)
     lens = cache_seqlens.contiguous()
     sinks = None if sinks is None else sinks.contiguous()
     near: tuple[Tensor | None, Tensor | None, int] = (None, None, 0)
     if window is not None and q_positions is not None:
         near = (positions, q_positions.contiguous(), window)
     out, lse, parts, raw = _allocate(plan, q, probs is not None)
-    sources = (q, k_pages, v_pages, block_table, lens)
+    sources = (q, k_pages, v_pages, k_scales, v_scales, block_table, lens)
     outputs = [*(parts or (out, lse)), *(raw or (None, None))]
     _launch(plan, *sources, near, sinks, outputs, softmax_scale, softcap)
     if parts is not None:
@@ -237,7 +213,7 @@ def paged_decode_attention_triton(
 
 
 def _allocate(
-    plan: _Plan, q: Tensor, with_probs: bool
+    plan: Plan, q: Tensor, with_probs: bool
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:
     """(out, lse, partial results or None, raw weights and tile maxima or None)."""
     B, HQ, D = q.shape
@@ -256,10 +232,12 @@ def _allocate(
 
 
 def _launch(
-    plan: _Plan,
+    plan: Plan,
     q: Tensor,
     k_pages: Tensor,
     v_pages: Tensor,
+    k_scales: Tensor | None,
+    v_scales: Tensor | None,
     block_table: Tensor,
     lens: Tensor,
     near: tuple[Tensor | None, Tensor | None, int],
@@ -269,10 +247,9 @@ def _launch(
     softcap: float | None,
 ) -> None:
     B, HK, _ = block_table.shape
-    G, D = q.shape[1] // HK, q.shape[2]
+    G, D, form = q.shape[1] // HK, k_pages.shape[2], format_of(k_pages)
     _decode_kernel[(HK, B, plan.chunks)](
-        *(q, k_pages, v_pages, block_table, lens),
-        *near[:2],
+        *(q, k_pages, v_pages, k_scales, v_scales, block_table, lens, *near[:2]),
         sinks if plan.chunks == 1 else None,
         *outputs,
         *(q.stride(0), q.stride(1), k_pages.stride(0), k_pages.stride(1)),
@@ -290,6 +267,8 @@ def _launch(
         CHUNK=plan.chunk,
         ONE_CHUNK=plan.chunks == 1,
         HAS_SOFTCAP=softcap is not None,
+        PACKED=form is not None and form.packed,
+        V_UNIT=None if form is None else form.unit,
         **launch_options(plan.num_warps, plan.num_stages),
     )
 
@@ -320,10 +299,13 @@ def paged_decode_attention(
     q_positions: Tensor | None = None,
     probs: str | None = None,
     chunk_size: int | None = None,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Attention of one query token per row over its paged cache.
 
-    q [B,HQ,D]; k_pages, v_pages [N,P,D] in q's dtype; block_table int32 [B,HK,maxP]; cache_seqlens
+    q [B,HQ,D]; k_pages, v_pages [N,P,D] in q's dtype, or quantised [N,P,D or D/2] with k_scales,
+    v_scales fp32 [N,P] (see `_quant.py`); block_table int32 [B,HK,maxP]; cache_seqlens
     int32 [B,HK], slots in use (0 is legal); sinks float [HQ]; positions int32 [N,P] and q_positions
     int32 [B] are needed with a window only. chunk_size: slots per program, a multiple of 16 (None:
     `default_chunk_size`). probs: None, or "none" for the probabilities of every query head over the
@@ -345,6 +327,8 @@ def paged_decode_attention(
         q_positions=q_positions,
         probs=probs,
         chunk_size=chunk_size,
+        k_scales=k_scales,
+        v_scales=v_scales,
     )
 
 
@@ -354,23 +338,29 @@ def aot_signatures() -> list[AotRow]:
     G = 4, P = 16: the plain kernel, the one that writes probabilities, the one with all features.
     """
     rows: list[AotRow] = []
-    for arch, d in ((arch, d) for arch in ARCHS for d in _HEAD_DIMS):
-        block_n, num_warps, num_stages = _CONFIG[arch, d]
+    for arch, d in ((arch, d) for arch in ARCHS for d in HEAD_DIMS):
         plain = ((False, False), (True, False)) if arch == "sm90" else ()  # sm90 budgets registers
-        for probs, full in (*plain, (True, True)):
-            signature = _signature(probs, full)
-            constexprs: dict[str, Any] = {n: None for n, t in signature.items() if t == "constexpr"}
-            constexprs |= {"D": d, "BLOCK_D": d, "G": 4, "BLOCK_G": 16, "P": 16, "CHUNK": 256}
-            constexprs |= {"BLOCK_N": block_n, "ONE_CHUNK": full, "HAS_SOFTCAP": full}
-            options = launch_options(num_warps, num_stages)
-            rows.append((_decode_kernel, signature, constexprs, options, arch))
+        rows += [_aot_row(arch, d, None, probs, full) for probs, full in (*plain, (True, True))]
+        # Tiles of quantised pages are smaller, and so is the choice of rows.
+        for form in formats_of(arch) if d == 128 or (plain and d in (64, 256)) else ():
+            rows.append(_aot_row(arch, d, form, True, True))
+            rows += [_aot_row(arch, d, form, False, False)] * bool(plain)
     return rows + merge_signatures()
 
 
-def _signature(probs: bool, full: bool) -> dict[str, str]:
+def _aot_row(arch: str, d: int, form: KVFormat | None, probs: bool, full: bool) -> AotRow:
+    block_n, num_warps, num_stages = shrunk(CONFIG[arch, d], form)
+    pages, scales = (form.pointer, "*fp32 *fp32 ") if form else ("*bf16", "constexpr " * 2)
     none = "constexpr "
-    types = "*bf16 " * 3 + "*i32 *i32 " + ("*i32 *i32 *bf16 " if full else none * 3)
+    types = f"*bf16 {pages} {pages} {scales} *i32 *i32 "
+    types += "*i32 *i32 *bf16 " if full else none * 3
     types += "*bf16 *fp32 " if full else "*fp32 *fp32 "
     types += "*fp16 *fp32 " if probs else none * 2
-    types += "i32 " * 8 + "fp32 fp32 i32 i32 " + none * 9
-    return dict(zip(_decode_kernel.arg_names, types.split(), strict=True))
+    types += "i32 " * 8 + "fp32 fp32 i32 i32 " + none * 11
+    signature = dict(zip(_decode_kernel.arg_names, types.split(), strict=True))
+    width = stored_width(form, d)
+    constexprs: dict[str, Any] = {n: None for n, t in signature.items() if t == "constexpr"}
+    constexprs |= {"D": width, "BLOCK_D": padded_head_dim(width), "G": 4, "BLOCK_G": 16, "P": 16}
+    constexprs |= {"CHUNK": 256, "BLOCK_N": block_n, "ONE_CHUNK": full, "HAS_SOFTCAP": full}
+    constexprs |= {"PACKED": bool(form and form.packed), "V_UNIT": form.unit if form else None}
+    return _decode_kernel, signature, constexprs, launch_options(num_warps, num_stages), arch

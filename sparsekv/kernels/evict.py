@@ -35,6 +35,7 @@ from ._common import (
     padded_head_dim,
 )
 from ._pool import check_pool
+from ._quant import check_scales, raw
 
 Action = Literal["observe", "replace", "drop"]
 By = Literal["score", "position"]
@@ -48,7 +49,7 @@ _LAST = tl.constexpr(2**31 - 1)
 @triton.jit
 def _evict_kernel(
     k_pages, v_pages, positions, scores, block_table, seqlens, probs, slots,
-    current, budget, sinks, recent, decay,
+    current, budget, sinks, recent, decay, k_scales, v_scales,
     stride_kn, stride_kp, stride_vn, stride_vp, stride_tb, stride_th, stride_pb, stride_ph,
     ACTION: tl.constexpr, BY_SCORE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     P: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -108,6 +109,11 @@ def _evict_kernel(
             tl.store(v_pages + target * stride_vn + at * stride_vp + offs_d, v, offs_d < D)
             tl.store(positions + target * P + at, pos)
             tl.store(scores + target * P + at, score)
+            if k_scales is not None:
+                k_scale = tl.load(k_scales + source * P + last % P)
+                v_scale = tl.load(v_scales + source * P + last % P)
+                tl.store(k_scales + target * P + at, k_scale)
+                tl.store(v_scales + target * P + at, v_scale)
             tl.store(seqlens + group, last)
 
 
@@ -115,18 +121,20 @@ def evict_slot_triton(
     k_pages: Tensor, v_pages: Tensor, positions: Tensor, scores: Tensor, block_table: Tensor,
     cache_seqlens: Tensor, *, action: Action, by: By, current: Tensor, budget: Tensor,
     sinks: Tensor, recent: Tensor, probs: Tensor | None = None, decay: float = 1.0,
+    k_scales: Tensor | None = None, v_scales: Tensor | None = None,
 ) -> Tensor | None:  # fmt: skip
     """`evict_slot` in one Triton launch on a grid of heads; no host sync."""
     batch, heads = cache_seqlens.shape
     limits = (current, budget, sinks, recent)
     _check(k_pages, v_pages, positions, scores, block_table, cache_seqlens, action, probs, limits)
+    check_scales(k_pages, k_scales, v_scales)
     slots = torch.empty_like(cache_seqlens) if action == "replace" else None
     block, warps = _CONFIG
     size, dim = k_pages.shape[1:]
     capacity = block_table.shape[2] * size
     _evict_kernel[heads, batch](
-        k_pages, v_pages, positions, scores, block_table, cache_seqlens, probs, slots,
-        *limits, float(decay),
+        raw(k_pages), raw(v_pages), positions, scores, block_table, cache_seqlens, probs, slots,
+        *limits, float(decay), k_scales, v_scales,
         *k_pages.stride()[:2], *v_pages.stride()[:2], *block_table.stride()[:2],
         *((0, 0) if probs is None else probs.stride()[:2]),
         ACTION=action, BY_SCORE=by == "score", D=dim, BLOCK_D=padded_head_dim(dim), P=size,
@@ -140,10 +148,12 @@ def evict_slot_reference(
     k_pages: Tensor, v_pages: Tensor, positions: Tensor, scores: Tensor, block_table: Tensor,
     cache_seqlens: Tensor, *, action: Action, by: By, current: Tensor, budget: Tensor,
     sinks: Tensor, recent: Tensor, probs: Tensor | None = None, decay: float = 1.0,
+    k_scales: Tensor | None = None, v_scales: Tensor | None = None,
 ) -> Tensor | None:  # fmt: skip
     """`evict_slot` in plain torch."""
     limits = (current, budget, sinks, recent)
     _check(k_pages, v_pages, positions, scores, block_table, cache_seqlens, action, probs, limits)
+    check_scales(k_pages, k_scales, v_scales)
     size, n = k_pages.shape[1], cache_seqlens.clone()
     slot = torch.arange(block_table.shape[2] * size, device=n.device)
     page = block_table.long().repeat_interleave(size, dim=2)  # [B, HK, S]
@@ -170,8 +180,9 @@ def evict_slot_reference(
         last, place = int(n[b, h]) - 1, int(victim[b, h])
         source = (page[b, h, last], offset[b, h, last])
         target = (page[b, h, place], offset[b, h, place])
-        for pages in (k_pages, v_pages, positions, scores):
-            pages[target] = pages[source].clone()
+        for pages in (raw(k_pages), raw(v_pages), positions, scores, k_scales, v_scales):
+            if pages is not None:
+                pages[target] = pages[source].clone()
     cache_seqlens.copy_(n - over.int())
     return None
 
@@ -202,12 +213,14 @@ def evict_slot(
     k_pages: Tensor, v_pages: Tensor, positions: Tensor, scores: Tensor, block_table: Tensor,
     cache_seqlens: Tensor, *, action: Action, by: By, current: Tensor, budget: Tensor,
     sinks: Tensor, recent: Tensor, probs: Tensor | None = None, decay: float = 1.0,
+    k_scales: Tensor | None = None, v_scales: Tensor | None = None,
 ) -> Tensor | None:  # fmt: skip
     """Update scores, then make room for a token or drop one; in place. See the module's formulas.
 
     k_pages, v_pages [N,P,D]; positions int32 [N,P]; scores fp32 [N,P]; block_table int32
     [B,HK,maxP]; cache_seqlens int32 [B,HK], updated in place. current: position of the step's
-    token, budget, sinks, recent: all int32 [B]. probs fp32 [B,HK,>= maxP * P] by slot.
+    token, budget, sinks, recent: all int32 [B]. probs fp32 [B,HK,>= maxP * P] by slot. k_scales,
+    v_scales: fp32 [N,P] of quantised pages, they move with a slot.
     Returns the slot to write, int32 [B,HK], for "replace", else None. No page may belong to two
     heads. Raises ValueError on shapes, dtypes or actions that do not fit.
     """
@@ -215,6 +228,7 @@ def evict_slot(
     return run(
         k_pages, v_pages, positions, scores, block_table, cache_seqlens, action=action, by=by,
         current=current, budget=budget, sinks=sinks, recent=recent, probs=probs, decay=decay,
+        k_scales=k_scales, v_scales=v_scales,
     )  # fmt: skip
 
 
@@ -224,11 +238,13 @@ def aot_signatures() -> list[AotRow]:
     types = dict.fromkeys(ints, "*i32") | dict.fromkeys(("k_pages", "v_pages"), "*bf16")
     types |= {"scores": "*fp32", "decay": "fp32"}
     shape = {"D": 128, "BLOCK_D": 128, "P": 16, "BLOCK_S": _CONFIG[0]}
+    quantised = {"k_pages": "*u8", "v_pages": "*u8", "k_scales": "*fp32", "v_scales": "*fp32"}
     cases = [
         ({"probs": "*fp32"}, {"ACTION": "drop", "BY_SCORE": True}),
         ({"probs": "*fp32"}, {"ACTION": "observe", "BY_SCORE": True}),
         ({"slots": "*i32"}, {"ACTION": "replace", "BY_SCORE": True}),
         ({"slots": "*i32"}, {"ACTION": "replace", "BY_SCORE": False}),
+        ({"probs": "*fp32"} | quantised, {"ACTION": "drop", "BY_SCORE": True}),
     ]
     return [
         aot_row(_evict_kernel, arch, types | more, shape | constants, launch_options(_CONFIG[1], 1))

@@ -17,6 +17,7 @@ from rig import Loop, left_padded, tiny_llama
 from torch import Tensor
 
 import sparsekv
+from sparsekv.kernels._quant import KV_FORMATS
 from sparsekv.policies import H2O, LayerSplit, Policy, Pyramid, SnapKV, Streaming
 
 BUDGETS = [1, 2, 5, 9, 16, 17, 24, 0.1, 0.3, 0.5, 0.8, 1.0]
@@ -46,18 +47,25 @@ def any_policy(pick: random.Random) -> Policy:
 class Walk:
     """A batch under a patched model, and one reference a row."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, kv_dtype: str | None = None) -> None:
         self.pick = random.Random(seed)
         policy, budget = any_policy(self.pick), self.pick.choice(BUDGETS)
         model = tiny_llama(
             seed, num_hidden_layers=self.pick.choice([1, 2, 3]),
             num_key_value_heads=self.pick.choice([1, 2, 4]),
         )  # fmt: skip
+        if kv_dtype is not None:  # in float64 both sides round the same numbers
+            model = model.double()
+            if isinstance(policy, Streaming):  # moved sinks are rounded twice
+                policy = Streaming(policy.sinks)
         self.rows = [
-            Reference(model, policy, budget) for _ in range(self.pick.choice([1, 1, 2, 3]))
+            Reference(model, policy, budget, kv_dtype=kv_dtype)
+            for _ in range(self.pick.choice([1, 1, 2, 3]))
         ]
         self.loop = Loop(
-            sparsekv.patch(model, policy, budget, page_size=self.pick.choice([16, 32]))
+            sparsekv.patch(
+                model, policy, budget, page_size=self.pick.choice([16, 32]), kv_dtype=kv_dtype
+            )
         )
         self.mask = torch.zeros(len(self.rows), 0, dtype=torch.long)
 
@@ -126,7 +134,16 @@ class Walk:
 @pytest.mark.filterwarnings("ignore:pyramid gives all")
 @pytest.mark.parametrize("seed", range(24))
 def test_random_walk(seed):
-    walk = Walk(seed)
+    run(Walk(seed))
+
+
+@pytest.mark.filterwarnings("ignore:pyramid gives all")
+@pytest.mark.parametrize("seed", range(100, 112))
+def test_random_walk_of_a_quantised_cache(seed):
+    run(Walk(seed, [*KV_FORMATS][seed % len(KV_FORMATS)]))
+
+
+def run(walk: Walk) -> None:
     walk.chunk(at_least=1)
     walk.check()
     for _ in range(12):

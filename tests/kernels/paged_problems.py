@@ -56,7 +56,7 @@ def values(name: str, shape: tuple[int, ...], gen: torch.Generator) -> Tensor:
         return torch.full(shape, 0.75)
     if name == "zeros":
         return torch.zeros(shape)
-    if name == "hot" and len(shape) > 1:  # one key that takes everything
+    if name == "hot" and len(shape) > 1 and shape[-2]:  # one key that takes everything
         x[..., shape[-2] // 3, :] *= 12
     return x
 
@@ -128,7 +128,9 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def bits(x: Tensor) -> Tensor:
-    return x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+    return x.contiguous().view(
+        {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    )
 
 
 def lazy_zeros(count: int) -> Tensor:

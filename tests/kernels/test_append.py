@@ -235,3 +235,67 @@ def test_gpu_repeats_bitwise(dtype: torch.dtype, head_dim: int) -> None:
         got = cache.clone_pool()
         append_kv(k, v, *got, cache.block_table, slots, slots)
         assert all(torch.equal(bits(a), bits(b)) for a, b in zip(got, want, strict=True))
+
+
+@both
+@given(
+    seed=st.integers(0, 2**31),
+    rows=st.integers(1, 3),
+    heads=st.integers(1, 3),
+    T=st.integers(1, 40),
+)
+def test_kept_tokens_need_only_an_index(run, seed, rows, heads, T):
+    """Slot i, position index, source index + offset, as if all had been spelt out."""
+    gen = torch.Generator().manual_seed(seed)
+    lens = torch.full((rows, heads), 48).tolist()
+    cache = make(seed, lens, D=16, P=16, dtype=torch.float32, spare=2)
+    k, v = tokens(seed, cache, T + 5, torch.float32)
+    index = torch.rand(rows, heads, T, generator=gen).argsort(-1).int()
+    index = torch.where(torch.rand(rows, heads, T, generator=gen) < 0.3, -1, index).to(DEVICE)
+    offsets = torch.randint(0, 6, (rows,), generator=gen).int().to(DEVICE)
+    scores = torch.rand(rows, heads, T, generator=gen).to(DEVICE)
+    slots = torch.where(index >= 0, torch.arange(T, device=DEVICE), -1).int()
+    source = index.clamp_min(0) + offsets[:, None, None]
+    want = expected(cache, k, v, slots, index, source, scores)
+    got = cache.clone_pool()
+    run(
+        k, v, *got, cache.block_table, None, None, index=index, offsets=offsets, token_scores=scores
+    )
+    assert all(same(a.cpu(), b) for a, b in zip(got, want, strict=True))
+
+
+@both
+@given(seed=st.integers(0, 2**31), rows=st.integers(1, 3), heads=st.integers(1, 3))
+def test_a_token_goes_behind_the_slots_in_use_and_is_counted(run, seed, rows, heads):
+    """Positions of a row are shared by its heads."""
+    gen = torch.Generator().manual_seed(seed)
+    lens = torch.randint(0, 47, (rows, heads), generator=gen)
+    cache = make(seed, torch.full((rows, heads), 48).tolist(), D=16, P=16, dtype=torch.float32)
+    k, v = tokens(seed, cache, 1, torch.float32)
+    counts = lens.int().to(DEVICE)
+    positions = torch.randint(0, 1000, (rows,), generator=gen).int().to(DEVICE)
+    positions = positions[:, None, None].expand(rows, heads, 1)
+    want = expected(cache, k, v, lens[..., None], positions, None, None)
+    got = cache.clone_pool()
+    run(k, v, *got, cache.block_table, None, positions, cache_seqlens=counts)
+    assert all(same(a.cpu(), b) for a, b in zip(got, want, strict=True))
+    assert torch.equal(counts.cpu(), lens.int() + 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, "expected slots, an index or cache_seqlens"),
+        ({"cache_seqlens": (1, 1), "index": (1, 1, 1)}, "no slots, index or offsets"),
+        ({"slots": (1, 1, 1)}, "expected token_positions"),
+    ],
+)
+def test_arguments_that_do_not_belong_together(change, message):
+    """Each with its reason."""
+    cache = make(0, [[5]], D=16, P=16, dtype=torch.float32)
+    k, v = tokens(0, cache, 1, torch.float32)
+    given = {
+        name: torch.zeros(shape, dtype=torch.int32, device=DEVICE) for name, shape in change.items()
+    }
+    with pytest.raises(ValueError, match=message):
+        append_kv(k, v, *cache.pool, cache.block_table, given.pop("slots", None), None, **given)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .._common import check_dtype, check_heads, check_shape
+from .._quant import check_scales, dequantise, format_of, raw, stored_width
 
 REDUCTIONS = ("none", "mean", "max", "sum")
 
@@ -25,24 +26,30 @@ def paged_decode_attention_reference(
     q_positions: Tensor | None = None,
     probs: str | None = None,
     chunk_size: int | None = None,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """float64 inputs stay float64, all others compute in fp32. chunk_size changes nothing here."""
     check_decode(q, k_pages, v_pages, block_table, cache_seqlens, sinks, probs)
     check_window(q, k_pages, window, positions, q_positions)
+    check_scales(k_pages, k_scales, v_scales)
     used = int(cache_seqlens.max()) if cache_seqlens.numel() else 0
     table = block_table[:, :, : -(-used // k_pages.shape[1])].long()
     valid = torch.arange(used, device=q.device) < cache_seqlens[..., None]  # [B, HK, S]
-    v = _gather_pages(v_pages, table, used).masked_fill_(~valid[..., None], 0)  # 0 * NaN is NaN
+    k = _gather_values(k_pages, k_scales, table, used)
+    v = _gather_values(v_pages, v_scales, table, used).masked_fill_(
+        ~valid[..., None], 0
+    )  # 0 * NaN is NaN
     if window is not None and positions is not None and q_positions is not None:
         age = q_positions[:, None, None] - _gather_pages(positions, table, used)
         valid = valid & (age < window)
-    x = _logits(q, _gather_pages(k_pages, table, used), softmax_scale, softcap)
+    x = _logits(q, k, softmax_scale, softcap)
     p, lse = _softmax(x.masked_fill_(~valid[:, :, None], float("-inf")), sinks)
     out = torch.einsum("bhgs,bhsd->bhgd", p, v.to(p.dtype)).reshape(q.shape).to(q.dtype)
     if probs is None:
         return out, lse, None
     p = torch.nn.functional.pad(p, (0, block_table.shape[2] * k_pages.shape[1] - used))
-    return out, lse, _reduce_group(p, probs)
+    return out, lse, _reduce_group(p, probs).float()
 
 
 def _gather_pages(pages: Tensor, table: Tensor, used: int) -> Tensor:
@@ -51,6 +58,14 @@ def _gather_pages(pages: Tensor, table: Tensor, used: int) -> Tensor:
     return flat.view(*table.shape[:2], table.shape[2] * pages.shape[1], *pages.shape[2:])[
         :, :, :used
     ]
+
+
+def _gather_values(pages: Tensor, scales: Tensor | None, table: Tensor, used: int) -> Tensor:
+    """`_gather_pages` of K or V: fp32 if quantised."""
+    dense = _gather_pages(raw(pages), table, used)
+    if scales is None:
+        return dense
+    return dequantise(dense.view(pages.dtype), _gather_pages(scales, table, used), torch.float32)
 
 
 def _logits(q: Tensor, k: Tensor, softmax_scale: float, softcap: float | None) -> Tensor:
@@ -93,13 +108,14 @@ def check_decode(
     """Raise ValueError for arguments that do not fit together (shapes and dtypes, not values)."""
     check_shape("q", q, (None, None, None))
     B, HQ, D = q.shape
-    check_shape("k_pages", k_pages, (None, None, D))
+    form = format_of(k_pages)
+    check_shape("k_pages", k_pages, (None, None, stored_width(form, D)))
     check_shape("v_pages", v_pages, k_pages.shape)
     check_shape("block_table", block_table, (B, None, None))
     check_heads(HQ, block_table.shape[1])
     check_shape("cache_seqlens", cache_seqlens, block_table.shape[:2])
-    check_dtype("k_pages", k_pages, q.dtype)
-    check_dtype("v_pages", v_pages, q.dtype)
+    check_dtype("k_pages", k_pages, form.dtype if form else q.dtype)
+    check_dtype("v_pages", v_pages, k_pages.dtype)
     check_dtype("block_table", block_table, torch.int32)
     check_dtype("cache_seqlens", cache_seqlens, torch.int32)
     if sinks is not None:
