@@ -29,8 +29,9 @@ import torch.nn.functional as F
 import triton
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sparsekv.kernels import _column_scores_tma, _prefill_gluon, decode, prefill
+from sparsekv.kernels import _column_scores_tma, _decode_plan, _prefill_gluon, prefill
 from sparsekv.kernels.column_scores import column_scores
+from sparsekv.kernels.decode import paged_decode_attention
 from sparsekv.kernels.prefill import prefill_attention
 
 HQ, HK, D, PAGE = 32, 8, 128, 64
@@ -144,10 +145,10 @@ def decode_run(problem: dict[str, Any], options: dict[str, Any]) -> Run:
     def run() -> Any:
         scale = D**-0.5
         if not options:
-            return decode.paged_decode_attention(**problem, softmax_scale=scale)
-        with shipped_instead_of(decode._CONFIG, ("sm90", D), options["tile"]):
+            return paged_decode_attention(**problem, softmax_scale=scale)
+        with shipped_instead_of(_decode_plan.CONFIG, ("sm90", D), options["tile"]):
             chunk = options["chunk"]
-            return decode.paged_decode_attention(**problem, softmax_scale=scale, chunk_size=chunk)
+            return paged_decode_attention(**problem, softmax_scale=scale, chunk_size=chunk)
 
     return run
 
