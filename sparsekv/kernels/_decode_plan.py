@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ._common import ARCHS, lookup
-from ._quant import KVFormat, format_of
+from ._quant import format_of
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 
@@ -20,11 +20,12 @@ CONFIG |= {(arch, 256): (16, 4, 3) for arch in ("sm89", "sm120")}
 CONFIG |= {("gfx942", d): (16 if d == 256 else 32, 4, 2) for d in HEAD_DIMS}  # 64 KB of LDS
 CONFIG |= {("fp32", d): (32 if d <= 64 else 16, 4, 2) for d in HEAD_DIMS}
 
-
-def shrunk(row: tuple[int, int, int], form: KVFormat | None) -> tuple[int, int, int]:
-    """A row of CONFIG for pages of that format: int4 unpacks tiles, 64 keys of them spill."""
-    block_n, num_warps, num_stages = row
-    return min(block_n, 32) if form and form.packed else block_n, num_warps, num_stages
+# The same for quantised pages: as few warps as hold the accumulators, since unpacking costs more
+# instructions than attention and every warp that shares a tile repeats some of them.
+QUANTISED = {(arch, d): (32, 1, 3) for arch in ARCHS for d in (16, 32, 64)}
+QUANTISED |= {(arch, 128): (64, 2, 3) for arch in ARCHS}
+QUANTISED |= {(arch, 256): (64, 4, 2 if arch == "gfx942" else 3) for arch in ARCHS}
+QUANTISED |= {("fp32", d): (32 if d <= 64 else 16, 4, 2) for d in HEAD_DIMS}
 
 
 class Plan(NamedTuple):
@@ -40,28 +41,30 @@ class Plan(NamedTuple):
         return -(-self.capacity // self.block_n)
 
 
-def default_chunk_size(heads: int, capacity: int) -> int:
+def default_chunk_size(heads: int, capacity: int, num_warps: int = 4) -> int:
     """Slots per program for `heads` = B * HK heads of `capacity` slots; from shapes only.
 
-    The largest size whose whole chunks occupy the device: two programs a multiprocessor, or one if
-    they are short (best or within 4 % of the best at eight shapes on an H200).
+    The largest size whose whole chunks occupy the device: two programs of 4 warps a multiprocessor
+    (or as many warps), or one if they are short. Best or within 4 % of the best at eight shapes on
+    an H200.
     """
     for chunk, programs in ((2048, 256), (1024, 256), (512, 256), (256, 128), (128, 128)):
-        if heads * max(1, capacity // chunk) >= programs:
+        if heads * max(1, capacity // chunk) * num_warps >= 4 * programs:
             return chunk
     return 64
 
 
 def make_plan(q: Tensor, k_pages: Tensor, block_table: Tensor, chunk: int | None) -> Plan:
-    block_n, num_warps, num_stages = shrunk(lookup(CONFIG, q), format_of(k_pages))
+    quantised = format_of(k_pages) is not None
+    block_n, num_warps, num_stages = lookup(QUANTISED if quantised else CONFIG, q)
     B, HK, max_pages = block_table.shape
     capacity = max_pages * k_pages.shape[1]
-    chunk = default_chunk_size(B * HK, capacity) if chunk is None else chunk
+    chunk = default_chunk_size(B * HK, capacity, num_warps) if chunk is None else chunk
     if chunk < 16 or chunk % 16:
         raise ValueError(f"expected chunk_size to be a positive multiple of 16, got {chunk}")
     while chunk % block_n:
         block_n //= 2
     chunks = max(1, -(-capacity // chunk))
-    if chunks == 1 and B * HK >= 512:  # many short heads: more of them share a multiprocessor
+    if chunks == 1 and B * HK >= 512 and not quantised:  # many short heads: more of them share a multiprocessor
         block_n = min(block_n, 32)
     return Plan(chunk, block_n, num_warps, num_stages, chunks, capacity)

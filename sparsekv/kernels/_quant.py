@@ -35,6 +35,7 @@ _MAGIC = tl.constexpr(1.5 * 2.0**23)  # x + _MAGIC has no room for a fraction
 class KVFormat:
     """How a vector is stored. pointer: type in a Triton signature; packed: two values a byte."""
 
+    name: str
     dtype: torch.dtype
     limit: float
     pointer: str
@@ -47,10 +48,13 @@ class KVFormat:
 
 
 KV_FORMATS = {
-    "fp8_e4m3": KVFormat(torch.float8_e4m3fn, 448.0, "*fp8e4nv"),
-    "fp8_e5m2": KVFormat(torch.float8_e5m2, 57344.0, "*fp8e5"),
-    "int8": KVFormat(torch.int8, 127.0, "*i8"),
-    "int4": KVFormat(torch.uint8, 7.0, "*u8", packed=True),
+    form.name: form
+    for form in (
+        KVFormat("fp8_e4m3", torch.float8_e4m3fn, 448.0, "*fp8e4nv"),
+        KVFormat("fp8_e5m2", torch.float8_e5m2, 57344.0, "*fp8e5"),
+        KVFormat("int8", torch.int8, 127.0, "*i8"),
+        KVFormat("int4", torch.uint8, 7.0, "*u8", packed=True),
+    )
 }
 _BY_DTYPE = {form.dtype: form for form in KV_FORMATS.values()}
 _NO_E4M3 = ("sm80",)  # tensor cores before 8.9 know no such type, and triton does not emulate it
@@ -196,22 +200,3 @@ def store_quantised(
         tl.store(target, q.to(tl.int32).to(tl.uint8), mask=tile)
     else:
         tl.store(target, q.to(element), mask=tile)
-
-
-@triton.jit
-def unpack_int4(packed, dtype: tl.constexpr):
-    """Both halves of the dims of uint8 [...], each [...] in `dtype`."""
-    return ((packed & 15).to(tl.int8) - 8).to(dtype), ((packed >> 4).to(tl.int8) - 8).to(dtype)
-
-
-@triton.jit
-def stored_dots(q, q_upper, k, PACKED: tl.constexpr):
-    """fp32 [R, N] from q [R, W] and vectors k [N, W] as stored; q_upper: q's upper dims if PACKED.
-
-    K's scales are still to be multiplied in.
-    """
-    if PACKED:
-        k, k_upper = unpack_int4(k, q.dtype)
-        dots = tl.dot(q, tl.trans(k), input_precision="ieee")
-        return tl.dot(q_upper, tl.trans(k_upper), dots, input_precision="ieee")
-    return tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")

@@ -14,6 +14,7 @@ page ids of a tile are loaded one tile ahead: a table load right in front of a K
 the pipeline one buffer instead of two. Partial (m, l, acc) are merged in chunk order
 (`_decode_merge.py`); a single chunk writes the result itself. Slots >= n are never read. Results
 do not depend on page ids; they do not depend on the rest of the batch for a given chunk_size.
+Quantised pages have a kernel of their own (`_decode_quant.py`).
 """
 
 from __future__ import annotations
@@ -37,16 +38,9 @@ from ._common import (
     padded_head_dim,
 )
 from ._decode_merge import combine, merge_signatures, probabilities, softmax_finish
-from ._decode_plan import CONFIG, HEAD_DIMS, Plan, make_plan, shrunk
-from ._quant import (
-    KVFormat,
-    check_scales,
-    format_of,
-    formats_of,
-    stored_dots,
-    stored_width,
-    unpack_int4,
-)
+from ._decode_plan import CONFIG, HEAD_DIMS, Plan, make_plan
+from ._decode_quant import quantised_decode_kernel, quantised_signatures, word_shape, words
+from ._quant import check_scales, format_of
 from .reference.decode import check_decode, check_window, paged_decode_attention_reference
 
 
@@ -55,8 +49,6 @@ def _decode_kernel(
     q,  # [B, HQ, D]
     k_pages,  # [N, P, D]
     v_pages,  # [N, P, D]
-    k_scales,  # fp32 [N, P] or None: pages are not quantised
-    v_scales,  # fp32 [N, P] or None
     block_table,  # int32 [B, HK, maxP]
     seqlens,  # int32 [B, HK]
     positions,  # int32 [N, P] or None: no window
@@ -66,15 +58,28 @@ def _decode_kernel(
     lse,  # fp32 [B, HQ] if ONE_CHUNK, else (m, l) fp32 [B, HQ, C, 2]
     weights,  # fp16 [B, HQ, S] or None
     tile_max,  # fp32 [B, HQ, tiles] or None
-    stride_qb, stride_qh, stride_kn, stride_kp, stride_vn, stride_vp, stride_tb, stride_th,
-    softmax_scale, softcap, window,
+    stride_qb,
+    stride_qh,
+    stride_kn,
+    stride_kp,
+    stride_vn,
+    stride_vp,
+    stride_tb,
+    stride_th,
+    softmax_scale,
+    softcap,
+    window,
     capacity,  # S = maxP * P
-    D: tl.constexpr,  # elements of a page row: head_dim, or half of it if PACKED
-    BLOCK_D: tl.constexpr, G: tl.constexpr, BLOCK_G: tl.constexpr, P: tl.constexpr,
-    BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, ONE_CHUNK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    PACKED: tl.constexpr,  # int4: the upper half of the dims is a second stream
-    V_UNIT: tl.constexpr,  # of the quantised format, or None
-):  # fmt: skip
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    G: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ONE_CHUNK: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):
     kv_head, row, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     group = (row * tl.num_programs(0) + kv_head).to(tl.int64)
     n = tl.load(seqlens + group)
@@ -91,10 +96,6 @@ def _decode_kernel(
     q_rows = row.to(tl.int64) * stride_qb + (kv_head * G + offs_g) * stride_qh
     q_mask = in_g[:, None] & in_d
     q_tile = tl.load(q + q_rows[:, None] + offs_d[None, :], mask=q_mask, other=0.0)
-    q_upper = q_tile
-    if PACKED:
-        q_upper = tl.load(q + q_rows[:, None] + D + offs_d[None, :], mask=q_mask, other=0.0)
-        acc_upper = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     if positions is not None:
         oldest = tl.load(q_positions + row) - window  # visible: position > oldest
 
@@ -122,10 +123,7 @@ def _decode_kernel(
         if positions is not None:
             seen &= tl.load(positions + page64 * P + offset, mask=in_tile, other=0) > oldest
         # [BLOCK_G, BLOCK_N]
-        dots = stored_dots(q_tile, q_upper, k, PACKED)
-        if k_scales is not None:
-            k_scale = tl.load(k_scales + page64 * P + offset, mask=in_tile, other=0.0)
-            dots *= k_scale[None, :]
+        dots = tl.dot(q_tile, tl.trans(k), input_precision="ieee")
         x = base2_logits(dots, softmax_scale, softcap, HAS_SOFTCAP)
         x = tl.where(seen[None, :], x, float("-inf"))
         m_new = tl.maximum(m, tl.max(x, 1))
@@ -133,43 +131,26 @@ def _decode_kernel(
         p = tl.exp2(x - m_safe[:, None])
         alpha = tl.exp2(m - m_safe)
         l = l * alpha + tl.sum(p, 1)
-        pv = p
-        if v_scales is not None:
-            v_scale = tl.load(v_scales + page64 * P + offset, mask=in_tile, other=0.0)
-            pv = p * (v_scale * V_UNIT)[None, :]
-        pv = pv.to(q_tile.dtype)
-        if PACKED:
-            v, v_upper = unpack_int4(v, q_tile.dtype)
-            acc_upper *= alpha[:, None]
-            acc_upper = tl.dot(pv, v_upper, acc_upper, input_precision="ieee")
-        acc = tl.dot(pv, v.to(q_tile.dtype), acc * alpha[:, None], input_precision="ieee")
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
         m = m_new
         if weights is not None:
             w_ptrs = weights + offs_g[:, None] * capacity + slot[None, :]
             tl.store(w_ptrs, p.to(tl.float16), mask=in_g[:, None] & in_tile[None, :])
             tl.store(tile_max + offs_g * tiles + tile // BLOCK_N, m_new, mask=in_g)
 
-    if v_scales is not None:
-        acc *= 1.0 / V_UNIT
-        if PACKED:
-            acc_upper *= 1.0 / V_UNIT
     if ONE_CHUNK:
         sink = tl.full([BLOCK_G], float("-inf"), tl.float32)
         if sinks is not None:
             sink = tl.load(sinks + kv_head * G + offs_g, mask=in_g, other=0.0).to(tl.float32)
             sink = sink * LOG2E
-        if PACKED:
-            acc_upper, lse_rows = softmax_finish(m, l, acc_upper, sink)
         acc, lse_rows = softmax_finish(m, l, acc, sink)
         tl.store(lse + head, lse_rows, mask=in_g)
     else:
         head = head * tl.num_programs(2) + chunk
         tl.store(lse + head * 2, m, mask=in_g)
         tl.store(lse + head * 2 + 1, l, mask=in_g)
-    o_ptrs = out + head[:, None] * (2 * D if PACKED else D) + offs_d[None, :]
+    o_ptrs = out + head[:, None] * D + offs_d[None, :]
     tl.store(o_ptrs, acc.to(out.dtype.element_ty), mask=q_mask)
-    if PACKED:
-        tl.store(o_ptrs + D, acc_upper.to(out.dtype.element_ty), mask=q_mask)
 
 
 def paged_decode_attention_triton(
@@ -202,7 +183,8 @@ def paged_decode_attention_triton(
     if window is not None and q_positions is not None:
         near = (positions, q_positions.contiguous(), window)
     out, lse, parts, raw = _allocate(plan, q, probs is not None)
-    sources = (q, k_pages, v_pages, k_scales, v_scales, block_table, lens)
+    scales = () if k_scales is None or v_scales is None else (k_scales, v_scales)
+    sources = (q, k_pages, v_pages, scales, block_table, lens)
     outputs = [*(parts or (out, lse)), *(raw or (None, None))]
     _launch(plan, *sources, near, sinks, outputs, softmax_scale, softcap)
     if parts is not None:
@@ -236,8 +218,7 @@ def _launch(
     q: Tensor,
     k_pages: Tensor,
     v_pages: Tensor,
-    k_scales: Tensor | None,
-    v_scales: Tensor | None,
+    scales: tuple[Tensor, ...],
     block_table: Tensor,
     lens: Tensor,
     near: tuple[Tensor | None, Tensor | None, int],
@@ -247,28 +228,27 @@ def _launch(
     softcap: float | None,
 ) -> None:
     B, HK, _ = block_table.shape
-    G, D, form = q.shape[1] // HK, k_pages.shape[2], format_of(k_pages)
-    _decode_kernel[(HK, B, plan.chunks)](
-        *(q, k_pages, v_pages, k_scales, v_scales, block_table, lens, *near[:2]),
+    G, D, form = q.shape[1] // HK, q.shape[2], format_of(k_pages)
+    shape: dict[str, Any] = {"D": D, "G": G, "BLOCK_G": max(16, triton.next_power_of_2(G))}
+    if form is None:
+        kernel, pages = _decode_kernel, (k_pages, v_pages)
+        shape |= {"BLOCK_D": padded_head_dim(D)}
+    else:
+        kernel, pages = quantised_decode_kernel, (words(k_pages), words(v_pages))
+        shape |= word_shape(D, form)
+    kernel[(HK, B, plan.chunks)](
+        *(q, *pages, *scales, block_table, lens, *near[:2]),
         sinks if plan.chunks == 1 else None,
         *outputs,
-        *(q.stride(0), q.stride(1), k_pages.stride(0), k_pages.stride(1)),
-        *(v_pages.stride(0), v_pages.stride(1), block_table.stride(0), block_table.stride(1)),
-        softmax_scale,
-        1.0 if softcap is None else softcap,
-        near[2],
-        plan.capacity,
-        D=D,
-        BLOCK_D=padded_head_dim(D),
-        G=G,
-        BLOCK_G=max(16, triton.next_power_of_2(G)),
+        *(*q.stride()[:2], *pages[0].stride()[:2], *pages[1].stride()[:2]),
+        *block_table.stride()[:2],
+        *(softmax_scale, 1.0 if softcap is None else softcap, near[2], plan.capacity),
         P=k_pages.shape[1],
         BLOCK_N=plan.block_n,
         CHUNK=plan.chunk,
         ONE_CHUNK=plan.chunks == 1,
         HAS_SOFTCAP=softcap is not None,
-        PACKED=form is not None and form.packed,
-        V_UNIT=None if form is None else form.unit,
+        **shape,
         **launch_options(plan.num_warps, plan.num_stages),
     )
 
@@ -339,28 +319,22 @@ def aot_signatures() -> list[AotRow]:
     """
     rows: list[AotRow] = []
     for arch, d in ((arch, d) for arch in ARCHS for d in HEAD_DIMS):
+        block_n, num_warps, num_stages = CONFIG[arch, d]
         plain = ((False, False), (True, False)) if arch == "sm90" else ()  # sm90 budgets registers
-        rows += [_aot_row(arch, d, None, probs, full) for probs, full in (*plain, (True, True))]
-        # Tiles of quantised pages are smaller, and so is the choice of rows.
-        for form in formats_of(arch) if d == 128 or (plain and d in (64, 256)) else ():
-            rows.append(_aot_row(arch, d, form, True, True))
-            rows += [_aot_row(arch, d, form, False, False)] * bool(plain)
-    return rows + merge_signatures()
+        for probs, full in (*plain, (True, True)):
+            signature = _signature(probs, full)
+            constexprs: dict[str, Any] = {n: None for n, t in signature.items() if t == "constexpr"}
+            constexprs |= {"D": d, "BLOCK_D": d, "G": 4, "BLOCK_G": 16, "P": 16, "CHUNK": 256}
+            constexprs |= {"BLOCK_N": block_n, "ONE_CHUNK": full, "HAS_SOFTCAP": full}
+            options = launch_options(num_warps, num_stages)
+            rows.append((_decode_kernel, signature, constexprs, options, arch))
+    return rows + quantised_signatures() + merge_signatures()
 
 
-def _aot_row(arch: str, d: int, form: KVFormat | None, probs: bool, full: bool) -> AotRow:
-    block_n, num_warps, num_stages = shrunk(CONFIG[arch, d], form)
-    pages, scales = (form.pointer, "*fp32 *fp32 ") if form else ("*bf16", "constexpr " * 2)
+def _signature(probs: bool, full: bool) -> dict[str, str]:
     none = "constexpr "
-    types = f"*bf16 {pages} {pages} {scales} *i32 *i32 "
-    types += "*i32 *i32 *bf16 " if full else none * 3
+    types = "*bf16 " * 3 + "*i32 *i32 " + ("*i32 *i32 *bf16 " if full else none * 3)
     types += "*bf16 *fp32 " if full else "*fp32 *fp32 "
     types += "*fp16 *fp32 " if probs else none * 2
-    types += "i32 " * 8 + "fp32 fp32 i32 i32 " + none * 11
-    signature = dict(zip(_decode_kernel.arg_names, types.split(), strict=True))
-    width = stored_width(form, d)
-    constexprs: dict[str, Any] = {n: None for n, t in signature.items() if t == "constexpr"}
-    constexprs |= {"D": width, "BLOCK_D": padded_head_dim(width), "G": 4, "BLOCK_G": 16, "P": 16}
-    constexprs |= {"CHUNK": 256, "BLOCK_N": block_n, "ONE_CHUNK": full, "HAS_SOFTCAP": full}
-    constexprs |= {"PACKED": bool(form and form.packed), "V_UNIT": form.unit if form else None}
-    return _decode_kernel, signature, constexprs, launch_options(num_warps, num_stages), arch
+    types += "i32 " * 8 + "fp32 fp32 i32 i32 " + none * 9
+    return dict(zip(_decode_kernel.arg_names, types.split(), strict=True))
