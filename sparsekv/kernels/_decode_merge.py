@@ -25,7 +25,7 @@ from ._common import ARCHS, LN2, LOG2E, AotRow, arch_of, launch_options, padded_
 
 MERGE_TILE = 8192  # accumulators a step of the merge: 64 chunks of 128, 64 registers a thread
 BLOCK_S = 512  # slots a program of the probabilities
-_PDL_ARCHS = ("sm90", "sm100", "sm120")
+PDL_ARCHS = ("sm90", "sm100", "sm120")
 
 
 @triton.jit
@@ -170,12 +170,17 @@ def combine(
     )
 
 
+def has_dependent_launch(device: torch.device) -> bool:
+    """Whether kernels can be set up while the one before runs."""
+    return arch_of(device) in PDL_ARCHS
+
+
 def dependent_launch(device: torch.device) -> dict[str, Any]:
     """Launch options of a kernel that follows another: where it can, it is set up while that runs.
 
     Programmatic dependent launch: the kernel waits on the device for the one before to be complete.
     """
-    pdl = arch_of(device) in _PDL_ARCHS
+    pdl = has_dependent_launch(device)
     return launch_options(4, 1) | {"PDL": pdl} | ({"launch_pdl": True} if pdl else {})
 
 
@@ -218,8 +223,8 @@ def merge_signatures() -> list[AotRow]:
     probs_constexprs: dict[str, Any] = {"G": 4, "BLOCK_N": 64, "BLOCK_S": BLOCK_S}
     options = launch_options(4, 1)
     for arch in ARCHS:
-        constexprs = constexprs | {"PDL": arch in _PDL_ARCHS}
-        probs_constexprs = probs_constexprs | {"PDL": arch in _PDL_ARCHS}
+        constexprs = constexprs | {"PDL": arch in PDL_ARCHS}
+        probs_constexprs = probs_constexprs | {"PDL": arch in PDL_ARCHS}
         for d in (64, 128, 256) if arch == "sm90" else (128,):
             dims = {"D": d, "BLOCK_D": d, "BLOCK_C": _chunks_a_step(64, d)}
             rows.append((combine_kernel, signature, constexprs | dims, options, arch))

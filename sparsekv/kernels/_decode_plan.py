@@ -65,6 +65,8 @@ def make_plan(q: Tensor, k_pages: Tensor, block_table: Tensor, chunk: int | None
     while chunk % block_n:
         block_n //= 2
     chunks = max(1, -(-capacity // chunk))
-    if chunks == 1 and B * HK >= 512 and not quantised:  # many short heads: more of them share a multiprocessor
+    if (
+        chunks == 1 and B * HK >= 512 and not quantised
+    ):  # many short heads: more of them share a multiprocessor
         block_n = min(block_n, 32)
     return Plan(chunk, block_n, num_warps, num_stages, chunks, capacity)

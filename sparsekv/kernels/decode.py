@@ -25,6 +25,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from ._common import (
     ARCHS,
@@ -37,7 +38,14 @@ from ._common import (
     launch_options,
     padded_head_dim,
 )
-from ._decode_merge import combine, merge_signatures, probabilities, softmax_finish
+from ._decode_merge import (
+    PDL_ARCHS,
+    combine,
+    has_dependent_launch,
+    merge_signatures,
+    probabilities,
+    softmax_finish,
+)
 from ._decode_plan import CONFIG, HEAD_DIMS, Plan, make_plan
 from ._decode_quant import quantised_decode_kernel, quantised_signatures, word_shape, words
 from ._quant import check_scales, format_of
@@ -78,6 +86,7 @@ def _decode_kernel(
     BLOCK_N: tl.constexpr,
     CHUNK: tl.constexpr,
     ONE_CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
     kv_head, row, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -146,6 +155,8 @@ def _decode_kernel(
         acc, lse_rows = softmax_finish(m, l, acc, sink)
         tl.store(lse + head, lse_rows, mask=in_g)
     else:
+        if PDL:
+            gdc_launch_dependents()
         head = head * tl.num_programs(2) + chunk
         tl.store(lse + head * 2, m, mask=in_g)
         tl.store(lse + head * 2 + 1, l, mask=in_g)
@@ -247,6 +258,7 @@ def _launch(
         BLOCK_N=plan.block_n,
         CHUNK=plan.chunk,
         ONE_CHUNK=plan.chunks == 1,
+        PDL=has_dependent_launch(q.device),
         HAS_SOFTCAP=softcap is not None,
         **shape,
         **launch_options(plan.num_warps, plan.num_stages),
@@ -326,6 +338,7 @@ def aot_signatures() -> list[AotRow]:
             constexprs: dict[str, Any] = {n: None for n, t in signature.items() if t == "constexpr"}
             constexprs |= {"D": d, "BLOCK_D": d, "G": 4, "BLOCK_G": 16, "P": 16, "CHUNK": 256}
             constexprs |= {"BLOCK_N": block_n, "ONE_CHUNK": full, "HAS_SOFTCAP": full}
+            constexprs["PDL"] = arch in PDL_ARCHS
             options = launch_options(num_warps, num_stages)
             rows.append((_decode_kernel, signature, constexprs, options, arch))
     return rows + quantised_signatures() + merge_signatures()
@@ -336,5 +349,5 @@ def _signature(probs: bool, full: bool) -> dict[str, str]:
     types = "*bf16 " * 3 + "*i32 *i32 " + ("*i32 *i32 *bf16 " if full else none * 3)
     types += "*bf16 *fp32 " if full else "*fp32 *fp32 "
     types += "*fp16 *fp32 " if probs else none * 2
-    types += "i32 " * 8 + "fp32 fp32 i32 i32 " + none * 9
+    types += "i32 " * 8 + "fp32 fp32 i32 i32 " + none * 10
     return dict(zip(_decode_kernel.arg_names, types.split(), strict=True))
