@@ -163,29 +163,28 @@ def append_kv_triton(
     n = _check_records(k, slots, token_positions, index, offsets, cache_seqlens, token_scores)
     check_scales(k_pages, k_scales, v_scales)
     B, HK = k.shape[:2]
-    if B * HK * n == 0:
+    if not B * HK * n:
         return
-    width, form = k_pages.shape[-1], format_of(k_pages)
-    block_d = padded_head_dim(width)
+    form, block_d = format_of(k_pages), padded_head_dim(k_pages.shape[-1])
     block_t = min(_CONFIG[block_d], triton.next_power_of_2(n))
     _append_kernel[(triton.cdiv(n, block_t), HK, B)](
         *(k, v, k_pages, v_pages, k_scales, v_scales, positions, scores, block_table),
-        None if slots is None else slots.contiguous(),
-        token_positions,
-        None if index is None else index.contiguous(),
-        *(offsets, cache_seqlens),
-        None if token_scores is None else token_scores.contiguous(),
-        *(*k.stride()[:3], *v.stride()[:3]),
+        *(_dense(slots), token_positions, _dense(index), offsets, cache_seqlens),
+        *(_dense(token_scores), *k.stride()[:3], *v.stride()[:3]),
         *(*k_pages.stride()[:2], *v_pages.stride()[:2], *block_table.stride()[:2]),
         *((0, 0) if token_positions is None else token_positions.stride()[:2]),
         n,
-        D=width,
+        D=k_pages.shape[2],
         BLOCK_D=block_d,
         P=k_pages.shape[1],
         BLOCK_T=block_t,
         LIMIT=None if form is None else form.limit,
         **launch_options(4, 1),
     )
+
+
+def _dense(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
 
 
 def append_kv_reference(
