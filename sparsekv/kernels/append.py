@@ -222,14 +222,19 @@ def append_kv_reference(
     t = i if index is None else index[b, h, i].long()
     positions[page, offset] = (t if token_positions is None else token_positions[b, h, i]).int()
     t = t if offsets is None else t + offsets[b]
-    form = format_of(k_pages)
-    for x, pages, scale in ((k, k_pages, k_scales), (v, v_pages, v_scales)):
-        if form is None or scale is None:
-            pages[page, offset] = x[b, h, t].to(pages.dtype)
-        else:
-            q, scale[page, offset] = quantise(x[b, h, t], form)
-            raw(pages)[page, offset] = raw(q)
+    _write(k_pages, k_scales, (page, offset), k[b, h, t])
+    _write(v_pages, v_scales, (page, offset), v[b, h, t])
     scores[page, offset] = 0.0 if token_scores is None else token_scores[b, h, i]
+
+
+def _write(pages: Tensor, scales: Tensor | None, at: tuple[Tensor, Tensor], x: Tensor) -> None:
+    """x [R, D] into slots (page, offset), quantised if the pages are."""
+    form = format_of(pages)
+    if form is None or scales is None:
+        pages[at] = x.to(pages.dtype)
+    else:
+        q, scales[at] = quantise(x, form)
+        raw(pages)[at] = raw(q)
 
 
 def _check(
