@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import sparsekv
-from sparsekv.hf.compat import output_cache
+from sparsekv.hf.compat import cache_key, output_cache
 from sparsekv.models import PACKAGE, load
 from sparsekv.policies import LayerSplit
 
@@ -123,3 +123,41 @@ def test_a_left_padded_batch_equals_each_prompt_alone(smollm, policy):
         for layer in (0, 7, 29):
             kept = cache.kept_positions(layer, row=row, head=1)
             assert [column - pad for column in kept] == single.kept_positions(layer, head=1)
+
+
+@torch.no_grad()
+def _teacher_forced(model, ids, prompt):
+    """Logits [T - prompt, V] of every token after the prompt, fed one by one, and the report."""
+    cache = sparsekv.new_cache(model)
+    step = {cache_key(model): cache, "use_cache": True}
+    logits = [model(input_ids=ids[:, :prompt], **step).logits[0, -1]]
+    for t in range(prompt, ids.shape[1] - 1):
+        logits.append(model(input_ids=ids[:, t : t + 1], **step).logits[0, -1])
+    return torch.stack(logits), cache.report()
+
+
+# Rise of the loss in nats a token, share of equal first choices, bytes of K and V against fp32.
+_QUALITY = {
+    "int8": (0.05, 0.9, 0.27),
+    "fp8_e4m3": (0.15, 0.8, 0.27),
+    "fp8_e5m2": (0.25, 0.75, 0.27),
+    "int4": (0.8, 0.5, 0.15),
+}
+
+
+def test_quality_of_quantised_caches(smollm, capsys):
+    """96 tokens of a novel after 600, under SnapKV at 256; the figures are printed."""
+    model, tokenizer = smollm
+    ids = tokenizer(_text("the-invisible-man", 20_000, 8_000), return_tensors="pt").input_ids
+    ids = ids[:, :696]
+    plain, report = _teacher_forced(sparsekv.patch(model, "snapkv", BUDGET), ids, 600)
+    loss = torch.nn.functional.cross_entropy(plain, ids[0, 600:])
+    for kv_dtype, (rise, agreement, share) in _QUALITY.items():
+        sparsekv.patch(model, "snapkv", BUDGET, kv_dtype=kv_dtype)
+        logits, small = _teacher_forced(model, ids, 600)
+        worse = float(torch.nn.functional.cross_entropy(logits, ids[0, 600:]) - loss)
+        agreed = float((logits.argmax(-1) == plain.argmax(-1)).float().mean())
+        ratio = small.kv_bytes / report.kv_bytes
+        with capsys.disabled():
+            print(f"\n{kv_dtype}: loss {loss:.3f} {worse:+.4f}, {agreed:.3f} agree, {ratio:.3f} KV")
+        assert abs(worse) <= rise and agreed >= agreement and ratio <= share
