@@ -77,14 +77,11 @@ class PagedKVCache:
 
     def _append_pages(self, layers: np.ndarray, need: np.ndarray) -> None:
         """Append need[l, b, h] fresh pages to each table."""
-        ids = self.pool.allocate(int(need.sum()))
-        where = np.nonzero(need)
-        count = need[where]
-        start = self.pages[layers][where]
-        # Column of every new entry: start, start + 1, ... inside each head.
-        offset = np.arange(len(ids)) - np.repeat(np.cumsum(count) - count, count)
-        row = [np.repeat(axis, count) for axis in where]
-        self._set(layers[row[0]], row[1], row[2], np.repeat(start, count) + offset, ids)
+        start = self.pages[layers][..., None]
+        column = np.arange(self.table.shape[-1])
+        new = np.zeros(self.table.shape, dtype=bool)
+        new[layers] = (column >= start) & (column < start + need[..., None])
+        self._set(new, self.pool.allocate(int(need.sum())))
         self.pages[layers] += need
 
     def _unshare(self, layers: np.ndarray, first: np.ndarray) -> None:
@@ -92,23 +89,27 @@ class PagedKVCache:
         column = np.arange(self.table.shape[-1])
         shared = (self.pool.refcount[self.table[layers]] > 1) & (column >= first[..., None])
         shared &= column < self.pages[layers][..., None]
-        where = np.nonzero(shared)
-        if len(where[0]) == 0:
+        old = self.table[layers][shared]
+        if len(old) == 0:
             return
         # Two tables may share the same page: each gets its copy, the last keeps the original only
         # if nobody else holds it, which costs one page copy more than needed and no bookkeeping.
-        old = self.table[layers][where]
         new = self.pool.allocate(len(old))
         self.pool.copy(old, new)
         self.pool.release(old)
-        self._set(layers[where[0]], where[1], where[2], where[3], new)
+        where = np.zeros(self.table.shape, dtype=bool)
+        where[layers] = shared
+        self._set(where, new)
 
-    def _set(self, *where_and_ids: np.ndarray) -> None:
-        """table[l, b, h, c] = ids, on the host and on the device."""
-        *where, ids = where_and_ids
-        self.table[tuple(where)] = ids
-        flat = np.ravel_multi_index(where, self.table.shape)
-        both = upload(np.stack([flat, ids.astype(np.int64)]), self.pool.device)
+    def _set(self, where: np.ndarray, ids: np.ndarray | int) -> None:
+        """table[where] = ids in their order, on the host and the device; where: bool, as table."""
+        self.table[where] = ids
+        flat = np.flatnonzero(where)
+        if 8 * len(flat) > where.size:  # most of it: send it whole
+            self.block_table.copy_(upload(self.table, self.pool.device))
+            return
+        pairs = np.stack([flat, self.table.reshape(-1)[flat].astype(np.int64)])
+        both = upload(pairs, self.pool.device)
         self.block_table.view(-1)[both[0]] = both[1].int()
 
     # ------------------------------------------------------------------ slots
@@ -189,11 +190,12 @@ class PagedKVCache:
         needed = -(-self.lens[layer] // self.pool.page_size)
         column = np.arange(self.table.shape[-1])
         spare = (column >= needed[..., None]) & (column < self.pages[layer][..., None])
-        where = np.nonzero(spare)
-        if len(where[0]) == 0:
+        if not spare.any():
             return
-        self.pool.release(self.table[layer][where])
-        self._set(np.full(len(where[0]), layer), *where, np.zeros(len(where[0]), dtype=np.int32))
+        self.pool.release(self.table[layer][spare])
+        where = np.zeros(self.table.shape, dtype=bool)
+        where[layer] = spare
+        self._set(where, 0)
         self.pages[layer] = needed
 
     # ------------------------------------------------------------------ rows and forks
@@ -247,5 +249,5 @@ class PagedKVCache:
             np.add.at(owners, table[table != 0], 1)
         owners[0] = 1
         assert (owners == pool.refcount).all(), "refcounts differ from the owners found"
-        free = np.sort(np.array(pool._free, dtype=np.int64))
+        free = np.sort(pool._free)
         assert (free == np.nonzero(owners == 0)[0]).all(), "free list is not what nobody owns"

@@ -54,7 +54,7 @@ class PagePool:
         self.positions = torch.zeros(1, page_size, dtype=torch.int32, device=device)
         self.scores = torch.zeros(1, page_size, dtype=torch.float32, device=device)
         self.refcount = np.ones(1, dtype=np.int32)  # the null page is never free
-        self._free: list[int] = []
+        self._free = np.zeros(0, dtype=np.int32)  # a stack: the last is the next to go
         self.has_shared = False
 
     @property
@@ -96,13 +96,14 @@ class PagePool:
         for name in self.slot_tensors:
             setattr(self, name, _grown(getattr(self, name), old + extra))
         self.refcount = np.concatenate([self.refcount, np.zeros(extra, dtype=np.int32)])
-        self._free.extend(range(old + extra - 1, old - 1, -1))
+        fresh = np.arange(old + extra - 1, old - 1, -1, dtype=np.int32)
+        self._free = np.concatenate([self._free, fresh])
 
     def allocate(self, count: int) -> np.ndarray:
         """Take `count` pages; returns their ids, int32 [count], each with refcount 1."""
         self.reserve(count)
-        ids = np.array(self._free[len(self._free) - count :][::-1], dtype=np.int32)
-        del self._free[len(self._free) - count :]
+        left = len(self._free) - count
+        ids, self._free = self._free[left:][::-1].copy(), self._free[:left]
         self.refcount[ids] = 1
         return ids
 
@@ -118,7 +119,7 @@ class PagePool:
         np.subtract.at(self.refcount, ids, 1)
         unique = np.unique(ids)
         assert (self.refcount[unique] >= 0).all(), "a page was released more often than owned"
-        self._free.extend(unique[self.refcount[unique] == 0].tolist())
+        self._free = np.concatenate([self._free, unique[self.refcount[unique] == 0]])
 
     def copy(self, source: np.ndarray, target: np.ndarray) -> None:
         """Copy whole pages `source[i]` -> `target[i]` (copy-on-write)."""

@@ -141,23 +141,12 @@ def _append_kernel(
 
 
 def append_kv_triton(
-    k: Tensor,
-    v: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    positions: Tensor,
-    scores: Tensor,
-    block_table: Tensor,
-    slots: Tensor | None,
-    token_positions: Tensor | None,
-    *,
-    index: Tensor | None = None,
-    offsets: Tensor | None = None,
-    cache_seqlens: Tensor | None = None,
-    token_scores: Tensor | None = None,
-    k_scales: Tensor | None = None,
-    v_scales: Tensor | None = None,
-) -> None:
+    k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, positions: Tensor, scores: Tensor,
+    block_table: Tensor, slots: Tensor | None, token_positions: Tensor | None, *,
+    index: Tensor | None = None, offsets: Tensor | None = None,
+    cache_seqlens: Tensor | None = None, token_scores: Tensor | None = None,
+    k_scales: Tensor | None = None, v_scales: Tensor | None = None,
+) -> None:  # fmt: skip
     """`append_kv` as one Triton launch; expanded slots, index or scores are copied."""
     _check(k, v, k_pages, v_pages, positions, scores, block_table)
     n = _check_records(k, slots, token_positions, index, offsets, cache_seqlens, token_scores)
@@ -188,23 +177,12 @@ def _dense(x: Tensor | None) -> Tensor | None:
 
 
 def append_kv_reference(
-    k: Tensor,
-    v: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    positions: Tensor,
-    scores: Tensor,
-    block_table: Tensor,
-    slots: Tensor | None,
-    token_positions: Tensor | None,
-    *,
-    index: Tensor | None = None,
-    offsets: Tensor | None = None,
-    cache_seqlens: Tensor | None = None,
-    token_scores: Tensor | None = None,
-    k_scales: Tensor | None = None,
-    v_scales: Tensor | None = None,
-) -> None:
+    k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, positions: Tensor, scores: Tensor,
+    block_table: Tensor, slots: Tensor | None, token_positions: Tensor | None, *,
+    index: Tensor | None = None, offsets: Tensor | None = None,
+    cache_seqlens: Tensor | None = None, token_scores: Tensor | None = None,
+    k_scales: Tensor | None = None, v_scales: Tensor | None = None,
+) -> None:  # fmt: skip
     """The definition, and the CPU path."""
     _check(k, v, k_pages, v_pages, positions, scores, block_table)
     n = _check_records(k, slots, token_positions, index, offsets, cache_seqlens, token_scores)
@@ -297,23 +275,12 @@ def _check_records(
 
 
 def append_kv(
-    k: Tensor,
-    v: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    positions: Tensor,
-    scores: Tensor,
-    block_table: Tensor,
-    slots: Tensor | None,
-    token_positions: Tensor | None,
-    *,
-    index: Tensor | None = None,
-    offsets: Tensor | None = None,
-    cache_seqlens: Tensor | None = None,
-    token_scores: Tensor | None = None,
-    k_scales: Tensor | None = None,
-    v_scales: Tensor | None = None,
-) -> None:
+    k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, positions: Tensor, scores: Tensor,
+    block_table: Tensor, slots: Tensor | None, token_positions: Tensor | None, *,
+    index: Tensor | None = None, offsets: Tensor | None = None,
+    cache_seqlens: Tensor | None = None, token_scores: Tensor | None = None,
+    k_scales: Tensor | None = None, v_scales: Tensor | None = None,
+) -> None:  # fmt: skip
     """Writes tokens into logical slots of their heads, in place.
 
     k, v [B,HK,T,D], any strides but stride(-1) == 1, cast to the pages' dtype; k_pages, v_pages
