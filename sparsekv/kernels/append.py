@@ -101,7 +101,6 @@ def _append_kernel(
     elif seqlens is not None:
         first = tl.load(seqlens + group)
         slot = tl.where(i < n, first + i, -1)
-        tl.store(seqlens + group, first + n)  # a token: one program a head
     else:
         slot = tl.where((i < n) & (token >= 0), i, -1)
     new = slot >= 0
@@ -138,6 +137,9 @@ def _append_kernel(
         place = page * P + offset
         store_quantised(k_src, k_dst, k_scales + place, new, LIMIT, D, BLOCK_D)
         store_quantised(v_src, v_dst, v_scales + place, new, LIMIT, D, BLOCK_D)
+    if seqlens is not None:  # a token: one program a head
+        tl.debug_barrier()  # every warp must have read the count before one warp changes it
+        tl.store(seqlens + group, first + n)
 
 
 def append_kv_triton(
