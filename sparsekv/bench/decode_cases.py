@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from sparsekv.bench.attention_inputs import Paged, geometry, paged
-from sparsekv.bench.case import Case, Context, Factory, Shape, target
+from sparsekv.bench.case import Case, Context, Factory, Missing, Shape, target
 from sparsekv.bench.peers import flashinfer_decode
+from sparsekv.kernels._quant import KV_FORMATS, quantise
 from sparsekv.kernels.decode import paged_decode_attention
 
 _SHAPES = (
@@ -16,6 +17,7 @@ _SHAPES = (
 _TINY = ((1, 64), (2, 96))
 # Kept fraction of a long cache; "ragged": heads hold half to one and a half of it.
 _LONG, _TINY_LONG = (8, 32768), (2, 128)
+_QUANTISED = ((20, 4096), (16, 32768))
 _KEPT = ((0.5, False), (0.25, False), (0.25, True), (0.1, False))
 
 
@@ -27,6 +29,7 @@ def decode_cases(tiny: bool) -> list[Case]:
         *(_plain(tiny, b, s) for b, s in shapes),
         *(_with_scores(tiny, b, s) for b, s in shapes),
         *(_kept(tiny, *long, keep, ragged) for keep, ragged in _KEPT),
+        *(_quantised(tiny, b, s) for b, s in (_TINY if tiny else _QUANTISED)),
     ]
 
 
@@ -99,3 +102,36 @@ def _kept(tiny: bool, b: int, s: int, keep: float, ragged: bool) -> Case:
         bytes=_kv_bytes(tiny, b, s, keep),
         roof="copy",
     )
+
+
+def _quantised(tiny: bool, b: int, s: int) -> Case:
+    """int8 first, then the other forms, then the pages as they are."""
+    others = {f"ours_{name}": _decode_quantised(name) for name in KV_FORMATS if name != "int8"}
+    return Case(
+        "paged decode, int8 pages",
+        "decode",
+        {"B": b, "S": s},
+        lambda context: paged(context, b, s),
+        _decode_quantised("int8"),
+        others | {"ours_not_quantised": _decode(None)},
+        measure="graph",
+        bytes=_kv_bytes(tiny, b, s) / geometry(tiny).itemsize,
+        roof="copy",
+    )
+
+
+def _decode_quantised(name: str) -> Factory:
+    def factory(x: Paged, context: Context) -> list[Callable[[], Any]]:
+        if name == "fp8_e4m3" and not context.on_gpu:
+            raise Missing("needs a CUDA device")
+        return [_quantised_call(x, c, name) for c in x.caches]
+
+    return factory
+
+
+def _quantised_call(x: Paged, c: int, name: str) -> Callable[[], Any]:
+    (k, k_scales), (v, v_scales) = (quantise(pages[c], KV_FORMATS[name]) for pages in (x.k, x.v))
+    return lambda: paged_decode_attention(
+        x.q, k, v, x.table, x.lens, softmax_scale=x.heads.scale,
+        k_scales=k_scales, v_scales=v_scales,
+    )  # fmt: skip
