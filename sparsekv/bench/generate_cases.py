@@ -24,6 +24,10 @@ from sparsekv.bench.model_peers import figure, kvpress_figures, vllm_figures
 
 # name of the contender -> further arguments of sparsekv.patch
 VARIANTS: dict[str, dict[str, Any]] = {"ours": {"compile": True}, "ours_uncompiled": {}}
+# A batch is compiled for its steps only: its prompt takes seconds, compiling it a minute and more.
+BATCH_VARIANTS: dict[str, dict[str, Any]] = {
+    "ours": {"compile": "decode"}, "ours_uncompiled": {},
+}  # fmt: skip
 # Compiling takes longer than all the tiny cases.
 TINY_VARIANTS: dict[str, dict[str, Any]] = {"ours": {}}
 
@@ -66,9 +70,9 @@ def _token(
 ) -> Case:
     """Time a token; static: also beside transformers' compiled static cache."""
     sampling = {"do_sample": True, "temperature": 0.8, "top_p": 0.95} if sampled else {}
+    variants = TINY_VARIANTS if tiny else VARIANTS if rows == 1 else BATCH_VARIANTS
     ours = {
-        name: _ours_token(variant, policy, budget, sampling)
-        for name, variant in (TINY_VARIANTS if tiny else VARIANTS).items()
+        name: _ours_token(variant, policy, budget, sampling) for name, variant in variants.items()
     }
     peers = {name: factory for name, factory in ours.items() if name != "ours"}
     peers["hf_dynamic"] = _hf_token(**sampling)

@@ -11,7 +11,7 @@ import types
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from transformers import PreTrainedModel
 from transformers.generation import GenerationMode
@@ -49,6 +49,7 @@ class Patch:
     sink_shift: SinkShift | None
     kv_dtype: str | None
     compiled: CompiledForward | None
+    compiles_prompts: bool
     defer_eviction: bool
 
 
@@ -59,7 +60,7 @@ def patch(
     *,
     page_size: int = 16,
     kv_dtype: str | None = None,
-    compile: bool = False,
+    compile: bool | Literal["decode"] = False,
     defer_eviction: bool = False,
 ) -> Model:
     """Make `model.generate` use a sparse KV cache. Returns the same model.
@@ -74,9 +75,9 @@ def patch(
         kv_dtype: None keeps K and V as they are; "fp8_e4m3" (CUDA 8.9 or newer), "fp8_e5m2", "int8"
             or "int4" quantises what is kept, with one scale per token and KV head. A prompt is
             attended as it is and quantised when it is kept; every later step reads what is kept.
-        compile: let torch.compile make the forward of prompts, and the decode step that is
-            captured on a GPU. The first generation takes a minute longer, the first with another
-            batch size half a minute; later ones are faster.
+        compile: let torch.compile make the decode step that is captured on a GPU ("decode"), and
+            the forward of prompts too (True). The first generation with a batch size waits half a
+            minute for a step; the first prompts wait longer. Later ones are faster.
         defer_eviction: with `generate(prefill_chunk_size=...)`, evict after the last chunk and not
             after each: the same tokens stay as without chunks, but the whole prompt is cached
             until then.
@@ -89,7 +90,13 @@ def patch(
     resolve_budget(budget, 1)
     check_config(model)
     previous = model.__dict__.get(_RECORD)
-    if compile and "forward" in model.__dict__ and not (previous and previous.compiled):
+    if compile not in (True, False, "decode"):
+        raise ValueError(f"expected compile to be True, False or 'decode', got {compile!r}")
+    if (
+        compile is True
+        and "forward" in model.__dict__
+        and not (previous and previous.compiles_prompts)
+    ):
         raise ValueError("expected a model without hooks on its forward for compile=True, got some")
     shift = None
     if chosen.rerotates_sinks:
@@ -97,8 +104,11 @@ def patch(
     before = previous.attn_implementation if previous else model.config._attn_implementation
     register()
     model.set_attn_implementation(NAME)
-    compiled = CompiledForward() if compile else None
-    record = Patch(chosen, budget, page_size, before, shift, kv_dtype, compiled, defer_eviction)
+    compiled = previous.compiled if previous else None  # its code serves every policy
+    record = Patch(
+        chosen, budget, page_size, before, shift, kv_dtype,
+        (compiled or CompiledForward()) if compile else None, compile is True, defer_eviction,
+    )  # fmt: skip
     _install(model, record)
     for name, method in _METHODS.items():
         model.__dict__.setdefault(name, types.MethodType(method, model))
@@ -116,9 +126,9 @@ def patch(
 def _install(model: PreTrainedModel, record: Patch) -> None:
     """Put `record` and its forward on the model, in place of those that are there."""
     before = model.__dict__.get(_RECORD)
-    if before is not None and before.compiled is not None:
+    if before is not None and before.compiles_prompts:
         del model.__dict__["forward"]
-    if record.compiled is not None:
+    if record.compiled is not None and record.compiles_prompts:
         model.__dict__["forward"] = bound_forward(model, record.compiled)
     model.__dict__[_RECORD] = record
 
@@ -130,7 +140,7 @@ def unpatch(model: Model) -> Model:
         model.__dict__.pop(name, None)
     if record is not None:
         model.set_attn_implementation(record.attn_implementation)
-        if record.compiled is not None:
+        if record.compiles_prompts:
             del model.__dict__["forward"]
     return model
 

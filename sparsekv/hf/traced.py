@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import types
 import warnings
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, cast
 
@@ -111,11 +112,11 @@ class CompiledForward:
         fixed: dict[str, Any] = {"fullgraph": True, "backend": backend}
         # A product with one row is a reduction: inductor writes it itself, and tuning pays.
         tuned: dict[str, Any] = {"coordinate_descent_tuning": True}
-        self._prompt = torch.compile(_forward, dynamic=True, **fixed)
+        self._prompt = torch.compile(_own_forward(), dynamic=True, **fixed)
         self._row = torch.compile(
-            _forward, dynamic=False, options=tuned if backend == "inductor" else None, **fixed
+            _own_forward(), dynamic=False, options=tuned if backend == "inductor" else None, **fixed
         )
-        self._rows = torch.compile(_forward, dynamic=False, **fixed)
+        self._rows = torch.compile(_own_forward(), dynamic=False, **fixed)
 
     def step(self, model: PreTrainedModel, inputs: dict[str, Any], cache: SparseCache) -> Any:
         """One token a row through all layers of `cache`; the output carries `cache`.
@@ -174,6 +175,13 @@ def warn_uncompiled(what: str, error: Exception) -> None:
     """One line with the first line of the reason."""
     reason = str(error).strip().splitlines()[0]
     warnings.warn(f"sparsekv runs {what} without torch.compile: {reason}", stacklevel=4)
+
+
+def _own_forward() -> Callable[..., Any]:
+    """`_forward` with a code object of its own: torch limits how often one of them is compiled, and
+    models and kinds of forward shall not use up each other's share.
+    """
+    return types.FunctionType(_forward.__code__.replace(), _forward.__globals__)
 
 
 def _forward(model: PreTrainedModel, inputs: dict[str, Any]) -> Any:

@@ -150,3 +150,6 @@ def test_unpatch_gives_the_forward_back():
     model.__dict__["forward"] = model.forward
     with pytest.raises(ValueError, match="hooks on its forward"):
         patched(model, "h2o", 20, compile=True)
+    assert "forward" in sparsekv.unpatch(patched(model, "h2o", 20, compile="decode")).__dict__
+    with pytest.raises(ValueError, match="True, False or 'decode', got 'all'"):
+        patched(model, "h2o", 20, compile="all")
