@@ -132,7 +132,7 @@ def test_b71_ranks_agree(policy):
     stores = [state.stores[0] for _, state in ranks]
     assert np.array_equal(stores[0].lens, stores[1].lens)
     assert np.array_equal(stores[0].table, stores[1].table)
-    assert stores[0].pool._free == stores[1].pool._free
+    assert np.array_equal(stores[0].pool._free, stores[1].pool._free)
     whole = single.stores[0]
     for layer in range(2):
         halves = [store.view(layer, "positions") for store in stores]
