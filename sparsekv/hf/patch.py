@@ -90,14 +90,7 @@ def patch(
     resolve_budget(budget, 1)
     check_config(model)
     previous = model.__dict__.get(_RECORD)
-    if compile not in (True, False, "decode"):
-        raise ValueError(f"expected compile to be True, False or 'decode', got {compile!r}")
-    if (
-        compile is True
-        and "forward" in model.__dict__
-        and not (previous and previous.compiles_prompts)
-    ):
-        raise ValueError("expected a model without hooks on its forward for compile=True, got some")
+    _check_compile(model, compile, previous)
     shift = None
     if chosen.rerotates_sinks:
         shift = SinkShift(getattr(chosen, "sinks", 0), rotary_frequencies(model))
@@ -121,6 +114,14 @@ def patch(
             _install(model, previous)
         raise
     return model
+
+
+def _check_compile(model: PreTrainedModel, compile: object, previous: Patch | None) -> None:
+    if compile not in (True, False, "decode"):
+        raise ValueError(f"expected compile to be True, False or 'decode', got {compile!r}")
+    ours = previous is not None and previous.compiles_prompts
+    if compile is True and "forward" in model.__dict__ and not ours:
+        raise ValueError("expected a model without hooks on its forward for compile=True, got some")
 
 
 def _install(model: PreTrainedModel, record: Patch) -> None:
