@@ -18,9 +18,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from ._common import ARCHS, LOG2E, AotRow, aot_row, base2_logits, launch_options
-from ._decode_merge import softmax_finish
+from ._decode_merge import PDL_ARCHS, softmax_finish
 from ._decode_plan import HEAD_DIMS, QUANTISED
 from ._quant import KVFormat, formats_of
 
@@ -78,7 +79,7 @@ def quantised_decode_kernel(
     softmax_scale, softcap, window, capacity,
     D: tl.constexpr, BLOCK_W: tl.constexpr, FORMAT: tl.constexpr, V_UNIT: tl.constexpr,
     G: tl.constexpr, BLOCK_G: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr,
-    CHUNK: tl.constexpr, ONE_CHUNK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    CHUNK: tl.constexpr, ONE_CHUNK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     kv_head, row, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     group = (row * tl.num_programs(0) + kv_head).to(tl.int64)
@@ -154,6 +155,8 @@ def quantised_decode_kernel(
         factor, lse_rows = softmax_finish(m, l, factor, sink)
         tl.store(lse + head, lse_rows, mask=in_g)
     else:
+        if PDL:
+            gdc_launch_dependents()
         head = head * tl.num_programs(2) + chunk
         tl.store(lse + head * 2, m, mask=in_g)
         tl.store(lse + head * 2 + 1, l, mask=in_g)
@@ -202,5 +205,6 @@ def _aot_row(arch: str, d: int, form: KVFormat, full: bool) -> AotRow:
     block_n, num_warps, num_stages = QUANTISED[arch, d]
     constexprs = {"D": d, "G": 4, "BLOCK_G": 16, "P": 16, "BLOCK_N": block_n, "CHUNK": 256}
     constexprs |= {"ONE_CHUNK": full, "HAS_SOFTCAP": full} | word_shape(d, form)
+    constexprs["PDL"] = arch in PDL_ARCHS
     options = launch_options(num_warps, num_stages)
     return aot_row(quantised_decode_kernel, arch, types, constexprs, options)
