@@ -18,12 +18,13 @@ from sparsekv.kernels.topk import select_topk
 
 
 def cache_cases(tiny: bool) -> list[Case]:
-    """One shape each of compact and top-k, two of append."""
+    """One shape of compact, two each of append and top-k."""
     rows = (1, 2) if tiny else (1, 20)
+    topk = ((2, 256), (4, 256)) if tiny else ((8, 32768), (64, 131072))
     return [
         *(_append(tiny, b, 64 if tiny else 4096) for b in rows),
         _compact(tiny, *((2, 128) if tiny else (8, 32768))),
-        _topk(*((4, 256) if tiny else (64, 131072))),
+        *(_topk(*shape) for shape in topk),
     ]
 
 
@@ -100,7 +101,8 @@ def _topk(rows: int, slots: int) -> Case:
         measure="graph",
         bytes=4.0 * rows * slots,
         roof="copy",
-        target=target("≤ 60 µs for 64 × 128k", "value <= 0.060"),
+        # 8 rows: the heads of one sequence.
+        target=target("≤ 60 µs for 64 × 128k", "value <= 0.060") if rows == 64 else None,
     )
 
 

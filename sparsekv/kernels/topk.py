@@ -8,65 +8,25 @@ For row r with n = seqlens[r] valid scores x_0 .. x_{n-1} and quota c = min(k[r]
 So equal scores keep the highest slot, protected slots beat every score and one another by slot
 alone, NaN counts as -inf and -0.0 equals 0.0. The order is total: nothing depends on scheduling.
 
-Kernel: one program a row. Scores become uint32 keys of the same order; up to four passes, each a
-256-bin histogram of the next 8 bits of the keys that share the threshold's prefix, fix the c-th
-largest key t, most significant digit first (a pass that leaves no tie to drop is the last). One
-ordered pass then writes every slot with key > t and the last of those with key == t.
+Two ways, chosen by the shape alone (no host sync):
+
+    S <= 16384   one program a row: its keys stay in registers, where the threshold is bisected
+    longer       _topk_split: four launches of up to 64 programs a row
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._common import ARCHS, AotRow, arch_of, check_dtype, check_shape, launch_options
+from ._common import ARCHS, AotRow, aot_row, check_dtype, check_shape, launch_options
+from ._topk_parts import block_keys, fill_tail, row_quota, threshold_of, tile_warps, write_kept
+from ._topk_split import split_rows, split_signatures
 
-# arch -> (BLOCK slots a step, num_warps)
-_CONFIG = dict.fromkeys(ARCHS, (4096, 16)) | {"cpu": (256, 4)}
-_BINS = tl.constexpr(256)
-
-
-@triton.jit
-def _keys(scores, protected, offs, n):
-    """uint32 keys [BLOCK] of the slots offs < n, in the order of y."""
-    x = tl.load(scores + offs, mask=offs < n, other=0.0)  # [BLOCK]
-    x = tl.where(x == x, x, float("-inf"))
-    x = tl.where(x == 0.0, 0.0, x)  # -0.0 and 0.0 are one value
-    bits = x.to(tl.uint32, bitcast=True)
-    key = tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
-    if protected is not None:
-        kept = tl.load(protected + offs, mask=offs < n, other=0)
-        key = tl.where(kept != 0, 0xFFFFFFFF, key)  # above +inf, whose key is 0xFF800000
-    return key
-
-
-@triton.jit
-def _threshold(scores, protected, n, quota, BLOCK: tl.constexpr):
-    """(t, skip): the quota largest are the keys > t and all but the first `skip` keys == t."""
-    bins = tl.arange(0, _BINS)
-    threshold = tl.full([], 0, tl.uint32)
-    skip = n - quota
-    remaining = quota
-    shift = 24
-    while (shift >= 0) & (skip > 0):
-        hist = tl.zeros([_BINS], tl.int32)
-        for start in range(0, n, BLOCK):
-            offs = start + tl.arange(0, BLOCK)
-            key = _keys(scores, protected, offs, n)  # [BLOCK]
-            same = (offs < n) & ((key >> shift) >> 8 == (threshold >> shift) >> 8)
-            hist += tl.histogram(((key >> shift) & 255).to(tl.int32), _BINS, mask=same)
-        at_least = tl.cumsum(hist, reverse=True)  # [BINS] keys whose digit is >= bin
-        digit = tl.sum((at_least >= remaining).to(tl.int32)) - 1
-        here = tl.sum(tl.where(bins == digit, hist, 0))
-        remaining -= tl.sum(tl.where(bins == digit, at_least - hist, 0))
-        threshold = threshold | (digit.to(tl.uint32) << shift)
-        skip = here - remaining
-        shift -= 8
-    return threshold, skip
+MAX_TILE = 16384  # slots of a row that one program holds: 32 registers a thread
+MIN_TILE = 1024
 
 
 @triton.jit(do_not_specialize=["slots", "width"])
@@ -81,36 +41,20 @@ def _topk_kernel(
     stride_protected,
     slots,
     width,
-    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,  # power of two >= S
 ):
     row = tl.program_id(0).to(tl.int64)
     scores += row * stride_scores
     index += row * width
     if protected is not None:
         protected += row * stride_protected
-    n = tl.maximum(tl.minimum(tl.load(seqlens + row), slots), 0)
-    quota = tl.minimum(n, width)
-    if k_rows is not None:
-        quota = tl.maximum(tl.minimum(quota, tl.load(k_rows + row)), 0)
+    n, quota = row_quota(seqlens, k_rows, row, slots, width)
     tl.store(count + row, quota)
-    n = tl.where(quota > 0, n, 0)
-    threshold, skip = _threshold(scores, protected, n, quota, BLOCK)
-
-    taken = 0  # slots written
-    ties = 0  # keys == threshold met
-    for start in range(0, n, BLOCK):
-        offs = start + tl.arange(0, BLOCK)
-        key = _keys(scores, protected, offs, n)  # [BLOCK]
-        equal = ((offs < n) & (key == threshold)).to(tl.int32)
-        tie = ties + tl.cumsum(equal)  # [BLOCK] 1-based rank among the ties
-        keep = ((offs < n) & (key > threshold)) | ((equal != 0) & (tie > skip))
-        place = taken + tl.cumsum(keep.to(tl.int32)) - 1
-        tl.store(index + place, offs, mask=keep)
-        taken += tl.sum(keep.to(tl.int32))
-        ties += tl.sum(equal)
-    for start in range(quota, width, BLOCK):
-        offs = start + tl.arange(0, BLOCK)
-        tl.store(index + offs, -1, mask=offs < width)
+    key = block_keys(scores, protected, 0, n, TILE)  # [TILE]
+    threshold, skip = threshold_of(key, n, quota)
+    none = tl.full([], 0, tl.int32)
+    write_kept(index, key, tl.arange(0, TILE), threshold, skip, none, none)
+    fill_tail(index, quota, width, TILE)
 
 
 def select_topk_triton(
@@ -121,7 +65,7 @@ def select_topk_triton(
     protected: Tensor | None = None,
     max_k: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`select_topk` as one Triton launch, one program a row; no host sync, any strides."""
+    """`select_topk` by one launch, or four where rows are long; no host sync, any strides."""
     _check(scores, seqlens, k, protected)
     rows, slots = scores.shape
     width = _width(scores, k, max_k)
@@ -130,22 +74,37 @@ def select_topk_triton(
     scores = scores if scores.stride(1) == 1 else scores.contiguous()
     if protected is not None and protected.stride(1) != 1:
         protected = protected.contiguous()
-    block, num_warps = _CONFIG[arch_of(scores.device)]
+    k_rows = k.contiguous() if isinstance(k, Tensor) else None
+    run = _whole_rows if slots <= MAX_TILE else split_rows
+    run(scores, seqlens.contiguous(), k_rows, protected, index, count)
+    return index, count
+
+
+def _whole_rows(
+    scores: Tensor,
+    seqlens: Tensor,
+    k_rows: Tensor | None,
+    protected: Tensor | None,
+    index: Tensor,
+    count: Tensor,
+) -> None:
+    """Fills index int32 [R, K] and count int32 [R]; scores and protected have unit stride in S."""
+    rows, slots = scores.shape
+    tile = max(MIN_TILE, triton.next_power_of_2(slots))
     _topk_kernel[(rows,)](
         scores,
-        seqlens.contiguous(),
-        k.contiguous() if isinstance(k, Tensor) else None,
+        seqlens,
+        k_rows,
         protected,
         index,
         count,
         scores.stride(0),
         0 if protected is None else protected.stride(0),
         slots,
-        width,
-        BLOCK=block,
-        **launch_options(num_warps, 1),
+        index.shape[1],
+        TILE=tile,
+        **launch_options(tile_warps(tile), 1),
     )
-    return index, count
 
 
 def _check(scores: Tensor, seqlens: Tensor, k: Tensor | int, protected: Tensor | None) -> None:
@@ -226,16 +185,13 @@ def select_topk(
 
 def aot_signatures() -> list[AotRow]:
     """(kernel, signature, constexprs, launch options, arch) of every shipped configuration."""
-    rows = []
+    rows = split_signatures()
+    types = {"scores": "*fp32", "slots": "i32", "width": "i32"}
+    types |= dict.fromkeys(("seqlens", "index", "count"), "*i32")
     for arch in ARCHS:
-        block, num_warps = _CONFIG[arch]
-        for protected, k_rows in ((None, None), ("*i1", "*i32")):
-            signature = {"scores": "*fp32", "seqlens": "*i32", "k_rows": k_rows or "constexpr"}
-            signature |= {"protected": protected or "constexpr", "index": "*i32", "count": "*i32"}
-            signature |= {"stride_scores": "i32", "stride_protected": "i32"}
-            signature |= {"slots": "i32", "width": "i32", "BLOCK": "constexpr"}
-            constexprs: dict[str, Any] = {"BLOCK": block}
-            constexprs |= {"k_rows": None} if k_rows is None else {}
-            constexprs |= {"protected": None} if protected is None else {}
-            rows.append((_topk_kernel, signature, constexprs, launch_options(num_warps, 1), arch))
+        for tile in (MIN_TILE, 4096, MAX_TILE):
+            options = launch_options(tile_warps(tile), 1)
+            for optional in ({}, {"protected": "*i1", "k_rows": "*i32"}):
+                constants = {"TILE": tile}
+                rows.append(aot_row(_topk_kernel, arch, types | optional, constants, options))
     return rows
