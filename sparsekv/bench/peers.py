@@ -136,10 +136,8 @@ def flashinfer_decode(tensor_cores: bool) -> Callable[[Paged, Context], list[Cal
         indices = torch.randperm(pages, device=device).int()
         last = torch.full((x.rows,), PAGE, dtype=torch.int32, device=device)
         wrapper = module.BatchDecodeWithPagedKVCacheWrapper(
-            _workspace(context, "decode"), "NHD", use_cuda_graph=True,
-            use_tensor_cores=tensor_cores, paged_kv_indptr_buffer=indptr.clone(),
-            paged_kv_indices_buffer=indices.clone(), paged_kv_last_page_len_buffer=last.clone(),
-        )  # fmt: skip
+            _workspace(context, f"decode {tensor_cores}"), "NHD", use_tensor_cores=tensor_cores
+        )
         wrapper.plan(
             indptr, indices, last, x.heads.heads, x.heads.kv_heads, x.heads.head_dim, PAGE,
             q_data_type=x.heads.dtype, kv_data_type=x.heads.dtype,

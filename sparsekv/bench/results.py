@@ -14,6 +14,7 @@ from typing import Any
 from sparsekv.bench.case import Case, Round, Shape
 
 MEASURED, MISSING, FAILED, NOT_RUN = "measured", "missing", "failed", "not run"
+_TOO_FAST = 1.2  # of a ceiling: a peer beyond it has not done the work
 
 
 @dataclass
@@ -73,6 +74,9 @@ def fill(row: Row, case: Case, rounds: Sequence[Round], ceilings: Mapping[str, f
     ceiling = ceilings.get({"copy": "copy_tbs", "matmul": "matmul_tflops"}.get(case.roof or "", ""))
     if reached is not None and ceiling:
         row.roof = reached / ceiling
+        if row.roof > _TOO_FAST and not row.contender.startswith("ours"):
+            reason = f"expected at most the machine's ceiling, got {row.roof:.0%} of it: no result?"
+            row.status, row.reason, row.value = FAILED, reason, None
 
 
 def judge(case: Case, rows: Sequence[Row], earlier: Mapping[str, Row], judged: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -129,4 +130,6 @@ def _free(context: Context) -> None:
     """Give the device's memory back; on a CPU the collector takes longer than the cases."""
     if context.on_gpu:
         gc.collect()
-        torch.cuda.empty_cache()
+        # After an illegal access nothing on the device works any more: every later row says so.
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.empty_cache()

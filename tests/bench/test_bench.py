@@ -281,6 +281,15 @@ def test_flops_bytes_and_roof(tmp_path: Path) -> None:
     assert row.roof == pytest.approx(0.5)
 
 
+def test_a_peer_faster_than_the_machine_has_failed() -> None:
+    """Seen: a kernel that returned at once, at eleven times the bandwidth of the device."""
+    case = made("x", says(1.0), {}, flops=2e9, roof="matmul")
+    row = results.blank(case, "peer", results.MEASURED)
+    results.fill(row, case, [Round((1.0,))], {"matmul_tflops": 0.2})
+    assert row.status == results.FAILED and row.value is None
+    assert "1000%" in row.reason
+
+
 # ---------------------------------------------------------------------- targets
 
 
