@@ -74,7 +74,8 @@ class GraphedDecode:
             hold(cache.state, min(left, _HELD_STEPS) if left > 0 else _UNTOLD_STEPS)
             self.graph = None
             return self.model(**inputs)
-        if self.compiled is not None and len(inputs["input_ids"]) not in self.compiled.warm:
+        batch = len(inputs["input_ids"])
+        if self.compiled is not None and not self.compiled.is_warm(self.model, batch):
             return self._compile(inputs, cache)
         if self.graph is None or addresses(cache.state) != self.memory:
             if not self._capture(inputs, cache):

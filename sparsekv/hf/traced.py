@@ -102,12 +102,12 @@ class CompiledForward:
     """A model's forward, compiled once for prompts of any shape and once for steps of each batch.
 
     Calls still run the op's Python: a step is made to be captured in a CUDA graph.
-    warm: batch sizes whose step has been compiled.
+    A copy of a patched model shares this object, not what was compiled.
     """
 
     def __init__(self, backend: str = "inductor") -> None:
         register_op()
-        self.warm: set[int] = set()
+        self._warm: set[tuple[int, torch.dtype, torch.device, int]] = set()
         self.refused = False
         fixed: dict[str, Any] = {"fullgraph": True, "backend": backend}
         # A product with one row is a reduction: inductor writes it itself, and tuning pays.
@@ -118,6 +118,10 @@ class CompiledForward:
         )
         self._rows = torch.compile(_own_forward(), dynamic=False, **fixed)
 
+    def is_warm(self, model: PreTrainedModel, batch: int) -> bool:
+        """Whether the step of this model and batch size has been compiled."""
+        return (id(model), model.dtype, model.device, batch) in self._warm
+
     def step(self, model: PreTrainedModel, inputs: dict[str, Any], cache: SparseCache) -> Any:
         """One token a row through all layers of `cache`; the output carries `cache`.
 
@@ -127,7 +131,7 @@ class CompiledForward:
         batch = len(inputs["input_ids"])
         inputs = {name: x for name, x in inputs.items() if name != "attention_mask"}
         output = self._run(self._row if batch == 1 else self._rows, model, inputs, cache)
-        self.warm.add(batch)
+        self._warm.add((id(model), model.dtype, model.device, batch))
         return output
 
     def prompt(self, model: PreTrainedModel, inputs: dict[str, Any]) -> Any:

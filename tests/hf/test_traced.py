@@ -65,6 +65,7 @@ def test_a_copy_of_the_model_runs_its_own_weights():
     step = CompiledForward(**CPU)
     _follow(model, sparsekv.new_cache(model), sparsekv.new_cache(model), step)
     other = copy.deepcopy(model)
+    assert step.is_warm(model, 1) and not step.is_warm(other, 1)
     with torch.no_grad():
         other.lm_head.weight.mul_(-0.5)
     _follow(other, sparsekv.new_cache(other), sparsekv.new_cache(other), step)
