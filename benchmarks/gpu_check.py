@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_check.py tests     OUT   # pytest -m gpu
     python benchmarks/gpu_check.py sanitizer OUT   # compute-sanitizer memcheck on small shapes
+    python benchmarks/gpu_check.py precision OUT   # graph and compiled against fp32, 8B shape
 
 Each part writes OUT/<part>.log. Timings are the work of `sparsekv bench`.
 """
@@ -13,11 +14,14 @@ import sys
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import sparsekv
+from sparsekv.kernels._quant import KV_FORMATS
 
 SMALL_PROMPT, SMALL_NEW, SMALL_BUDGET = 70, 6, 24
+LONG_PROMPT, LONG_NEW, LONG_BUDGET = 600, 12, 300
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -25,13 +29,14 @@ def main() -> None:
     """Run the named part."""
     part, out = sys.argv[1], Path(sys.argv[2])
     out.mkdir(parents=True, exist_ok=True)
-    {"tests": tests, "sanitizer": sanitizer, "small": small}[part](out)
+    parts = {"tests": tests, "sanitizer": sanitizer, "small": small, "precision": precision}
+    parts[part](out)
 
 
 def tests(out: Path) -> None:
-    """The GPU tests of the suite."""
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
-    _logged([*command, "-n", "10", "tests"], out / "tests.log")
+    """The GPU tests of the suite; -v, so that a run cut short tells what it had seen."""
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-v", "-p", "no:cacheprovider"]
+    _logged([*command, "-n", "15", "tests"], out / "tests.log")
 
 
 def sanitizer(out: Path) -> None:
@@ -42,21 +47,64 @@ def sanitizer(out: Path) -> None:
 
 
 def small(out: Path) -> None:
-    """The workload of `sanitizer`."""
-    size = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
+    """The workload of `sanitizer`; head_dim 128, so that prompts take the kernel of Hopper."""
+    size = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 128}
     model = _llama(size | {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 512})
     generator = torch.Generator("cuda").manual_seed(0)
     ids = torch.randint(2, 500, (2, SMALL_PROMPT), device="cuda", generator=generator)
     mask = torch.ones_like(ids)
     mask[1, :21] = 0
-    for name in sparsekv.POLICIES:
-        sparsekv.patch(model, name, SMALL_BUDGET)
+    cases = [(name, None) for name in sparsekv.POLICIES] + [("h2o", form) for form in KV_FORMATS]
+    for name, kv_dtype in cases:
+        sparsekv.patch(model, name, SMALL_BUDGET, kv_dtype=kv_dtype)
         for extra in ({}, {"prefill_chunk_size": 33}, {"num_beams": 2}):
             model.generate(
                 ids, attention_mask=mask, max_new_tokens=SMALL_NEW, do_sample=False, **extra
             )
         torch.cuda.synchronize()
-        print(f"{name}: done", flush=True)
+        print(f"{name} {kv_dtype or ''}: done", flush=True)
+
+
+def precision(out: Path) -> None:
+    """Logits of the same tokens in bf16, by eager, captured and compiled steps, against fp32."""
+    size = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+    model = _llama(size | {"num_attention_heads": 32, "num_key_value_heads": 8})
+    generator = torch.Generator("cuda").manual_seed(0)
+    draw = torch.randint(2, 30_000, (LONG_PROMPT + LONG_NEW,), device="cuda", generator=generator)
+    runs = {}
+    for compile in (False, True):
+        sparsekv.patch(model, "h2o", LONG_BUDGET, compile=compile)
+        if not compile:
+            runs["eager"] = _forced(model, draw, disable_compile=True)
+        name = "compiled" if compile else "captured"
+        for again in ("", " again", " a third time"):
+            runs[name + again] = _forced(model, draw)
+    sparsekv.patch(sparsekv.unpatch(model).float(), "h2o", LONG_BUDGET)
+    exact = _forced(model, draw, disable_compile=True)
+    lines = []
+    for name, logits in runs.items():
+        error = (logits - exact).norm(dim=-1) / exact.norm(dim=-1)
+        lines.append(f"{name}: relative error by step {[round(x, 4) for x in error.tolist()]}")
+    equal = bool((runs["captured"] == runs["eager"]).all())
+    lines.append(f"captured equals eager bitwise: {equal}")
+    for name in ("captured", "compiled"):  # a first run compiles, the others only replay
+        same = bool((runs[f"{name} again"] == runs[f"{name} a third time"]).all())
+        lines.append(f"{name} repeats bitwise: {same}")
+    (out / "precision.log").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+def _forced(model: LlamaForCausalLM, draw: Tensor, **kwargs: bool) -> Tensor:
+    """fp32 logits [LONG_NEW, V] after a prompt and tokens that are given, whatever they say."""
+
+    def force(ids: Tensor, scores: Tensor) -> Tensor:
+        return torch.full_like(scores, -torch.inf).index_fill(1, draw[ids.shape[1]], 0.0)
+
+    output = model.generate(
+        draw[None, :LONG_PROMPT], max_new_tokens=LONG_NEW, do_sample=False,
+        logits_processor=[force], return_dict_in_generate=True, output_logits=True, **kwargs,
+    )  # fmt: skip
+    return torch.cat(output.logits).float()
 
 
 def _llama(size: dict) -> LlamaForCausalLM:
