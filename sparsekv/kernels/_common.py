@@ -20,6 +20,7 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 MAX_HEAD_DIM = 256
 ARCHS = ("sm80", "sm89", "sm90", "sm100", "sm120", "gfx942")
+PDL_ARCHS = ("sm90", "sm100", "sm120")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 Config = TypeVar("Config")
@@ -71,6 +72,11 @@ def arch_of(device: torch.device) -> str:
     return _cuda_arch(torch.cuda.current_device() if device.index is None else device.index)
 
 
+def has_dependent_launch(device: torch.device) -> bool:
+    """Whether kernels can be set up while the one before runs."""
+    return arch_of(device) in PDL_ARCHS
+
+
 def lookup(table: Mapping[tuple[str, int], Config], q: Tensor) -> Config:
     """Row of `table` for q [..., D]: key (arch, padded head_dim).
 
@@ -99,6 +105,15 @@ def padded_head_dim(head_dim: int) -> int:
 def launch_options(num_warps: int, num_stages: int) -> dict[str, int | bool]:
     """Launch options; FP fusion is asked for, since triton 3.10 turns off what attention needs."""
     return {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+
+
+def dependent_launch(device: torch.device, num_warps: int) -> dict[str, Any]:
+    """Launch options of a kernel that follows another: where it can, it is set up while that runs.
+
+    Programmatic dependent launch: the kernel waits on the device for the one before to be complete.
+    """
+    pdl = has_dependent_launch(device)
+    return launch_options(num_warps, 1) | {"PDL": pdl} | ({"launch_pdl": True} if pdl else {})
 
 
 def aot_row(

@@ -21,11 +21,19 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from ._common import ARCHS, LN2, LOG2E, AotRow, arch_of, launch_options, padded_head_dim
+from ._common import (
+    ARCHS,
+    LN2,
+    LOG2E,
+    PDL_ARCHS,
+    AotRow,
+    dependent_launch,
+    launch_options,
+    padded_head_dim,
+)
 
 MERGE_TILE = 8192  # accumulators a step of the merge: 64 chunks of 128, 64 registers a thread
 BLOCK_S = 512  # slots a program of the probabilities
-PDL_ARCHS = ("sm90", "sm100", "sm120")
 
 
 @triton.jit
@@ -166,22 +174,8 @@ def combine(
         G=HQ // seqlens.shape[1],
         CHUNK=chunk,
         BLOCK_C=_chunks_a_step(chunks, D),
-        **dependent_launch(part_acc.device),
+        **dependent_launch(part_acc.device, 4),
     )
-
-
-def has_dependent_launch(device: torch.device) -> bool:
-    """Whether kernels can be set up while the one before runs."""
-    return arch_of(device) in PDL_ARCHS
-
-
-def dependent_launch(device: torch.device) -> dict[str, Any]:
-    """Launch options of a kernel that follows another: where it can, it is set up while that runs.
-
-    Programmatic dependent launch: the kernel waits on the device for the one before to be complete.
-    """
-    pdl = has_dependent_launch(device)
-    return launch_options(4, 1) | {"PDL": pdl} | ({"launch_pdl": True} if pdl else {})
 
 
 def _chunks_a_step(chunks: int, head_dim: int) -> int:
@@ -207,7 +201,7 @@ def probabilities(
         BLOCK_N=block_n,
         BLOCK_S=BLOCK_S,
         REDUCE=reduce,
-        **dependent_launch(weights.device),
+        **dependent_launch(weights.device, 4),
     )
     return probs
 

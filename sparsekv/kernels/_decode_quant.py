@@ -20,8 +20,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from ._common import ARCHS, LOG2E, AotRow, aot_row, base2_logits, launch_options
-from ._decode_merge import PDL_ARCHS, softmax_finish
+from ._common import ARCHS, LOG2E, PDL_ARCHS, AotRow, aot_row, base2_logits, launch_options
+from ._decode_merge import softmax_finish
 from ._decode_plan import HEAD_DIMS, QUANTISED
 from ._quant import KVFormat, formats_of
 

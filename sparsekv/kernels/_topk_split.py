@@ -27,8 +27,16 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ._common import ARCHS, AotRow, aot_row, arch_of, launch_options
-from ._decode_merge import PDL_ARCHS
+from ._common import (
+    ARCHS,
+    PDL_ARCHS,
+    AotRow,
+    aot_row,
+    arch_of,
+    dependent_launch,
+    has_dependent_launch,
+    launch_options,
+)
 from ._topk_parts import (
     HIGHEST,
     LOWEST,
@@ -255,11 +263,10 @@ def split_rows(
     strides = (scores.stride(0), 0 if protected is None else protected.stride(0))
     limits = (slots, index.shape[1])
 
-    pdl = arch_of(scores.device) in PDL_ARCHS
-    first = launch_options(tile_warps(plan.sample), 1) | {"PDL": pdl}
-    follow = {"launch_pdl": True} if pdl else {}
-    parts = launch_options(plan.sizes.num_warps, 1) | {"PDL": pdl} | follow
-    merge = launch_options(tile_warps(plan.tile), 1) | {"PDL": pdl} | follow
+    device = scores.device
+    first = launch_options(tile_warps(plan.sample), 1) | {"PDL": has_dependent_launch(device)}
+    parts = dependent_launch(device, plan.sizes.num_warps)
+    merge = dependent_launch(device, tile_warps(plan.tile))
     cut = {"BLOCKS": plan.blocks, "BLOCK": plan.sizes.block}
     _bracket_kernel[(rows, 2)](
         *inputs, bracket, count, *strides, *limits,

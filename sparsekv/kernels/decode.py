@@ -31,21 +31,16 @@ from ._common import (
     ARCHS,
     DTYPES,
     LOG2E,
+    PDL_ARCHS,
     AotRow,
     base2_logits,
     check_dtype,
     check_last_contiguous,
+    has_dependent_launch,
     launch_options,
     padded_head_dim,
 )
-from ._decode_merge import (
-    PDL_ARCHS,
-    combine,
-    has_dependent_launch,
-    merge_signatures,
-    probabilities,
-    softmax_finish,
-)
+from ._decode_merge import combine, merge_signatures, probabilities, softmax_finish
 from ._decode_plan import CONFIG, HEAD_DIMS, Plan, make_plan
 from ._decode_quant import quantised_decode_kernel, quantised_signatures, word_shape, words
 from ._quant import check_scales, format_of
