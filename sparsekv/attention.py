@@ -128,7 +128,8 @@ def _write_kept(
 ) -> None:
     """Write the kept tokens of a fresh prompt into slots 0, 1, ... of their heads."""
     store, local = state.store(layer)
-    store.ensure(np.array([local]), kept.host[None], np.array([True]))
+    if state.policy.ragged:  # else `begin` has found the pages of all layers
+        store.ensure(np.array([local]), kept.host[None], np.array([True]))
     index, slot_scores = kept.selection.index, kept.slot_scores
     if slot_scores is not None:
         slot_scores = slot_scores.gather(-1, index.clamp_min(0).long())

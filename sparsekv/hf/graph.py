@@ -2,8 +2,8 @@
 
 `generate` asks the model whether its decode forward can be compiled and, if so, for the compiled
 call. A patched model answers with a `GraphedDecode`: the first step runs as always (it compiles the
-kernels), the second is captured, all further ones are replays. With `patch(..., compile=True)` what
-is captured is the forward that torch.compile made. What cannot be captured or compiled runs as
+kernels), the second is captured, all further ones are replays. With `patch(..., compile="decode")`
+what is captured is the forward that torch.compile made. What cannot be captured or compiled runs as
 always, after one warning that names the reason.
 """
 

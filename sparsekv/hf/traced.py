@@ -125,11 +125,12 @@ class CompiledForward:
     def step(self, model: PreTrainedModel, inputs: dict[str, Any], cache: SparseCache) -> Any:
         """One token a row through all layers of `cache`; the output carries `cache`.
 
+        inputs: no padding mask; a step needs none.
+
         Raises:
             TorchDynamoException: while tracing or compiling; no layer has run then.
         """
         batch = len(inputs["input_ids"])
-        inputs = {name: x for name, x in inputs.items() if name != "attention_mask"}
         output = self._run(self._row if batch == 1 else self._rows, model, inputs, cache)
         self._warm.add((id(model), model.dtype, model.device, batch))
         return output
