@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,11 +79,14 @@ def graphed(calls: Sequence[Call]) -> Callable[[], Round]:
             torch.zeros(1, device="cuda")
         raise
 
-    def one_round() -> Round:
-        graph.replay()
-        return Round(tuple(_between(graph.replay) / launches for _ in range(_REPLAYS)))
+    # The calls stay alive with the graph: it reads memory that they own (a peer's plan, scales).
+    return partial(_replayed, graph, launches, calls)
 
-    return one_round
+
+def _replayed(graph: torch.cuda.CUDAGraph, launches: int, calls: Sequence[Call]) -> Round:
+    """One round of a graph of so many launches."""
+    graph.replay()
+    return Round(tuple(_between(graph.replay) / launches for _ in range(_REPLAYS)))
 
 
 def _between(call: Call) -> float:

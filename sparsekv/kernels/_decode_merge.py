@@ -33,7 +33,7 @@ from ._common import (
 )
 
 MERGE_TILE = 8192  # accumulators a step of the merge: 64 chunks of 128, 64 registers a thread
-BLOCK_S = 512  # slots a program of the probabilities
+BLOCK_S = 2048  # probabilities a program: slots times query heads of a KV head
 
 
 @triton.jit
@@ -52,26 +52,13 @@ def softmax_finish(m, l, acc, sink):
     return acc * (scale / total)[:, None], lse
 
 
-@triton.jit(do_not_specialize=["chunks"])
-def combine_kernel(
-    part_acc,  # fp32 [B, HQ, C, D]
-    part_ml,  # fp32 [B, HQ, C, 2]
-    seqlens,  # int32 [B, HK]
-    sinks,  # float [HQ] or None
-    out,  # [B, HQ, D]
-    lse,  # fp32 [B, HQ]
-    chunks,  # C
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    G: tl.constexpr,
-    CHUNK: tl.constexpr,
+@triton.jit
+def _merge_head(
+    part_acc, part_ml, seqlens, sinks, out, lse, head, row, num_heads, chunks,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, G: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    if PDL:
-        gdc_wait()
-    head, row = tl.program_id(0), tl.program_id(1)
-    num_heads = tl.num_programs(0)
+):  # fmt: skip
+    """Merge the chunks of one query head: its rows of out and lse."""
     index = (row * num_heads + head).to(tl.int64)
     n = tl.load(seqlens + row * (num_heads // G) + head // G)
     used = tl.cdiv(n, CHUNK)  # chunks that were written
@@ -108,46 +95,132 @@ def combine_kernel(
     tl.store(o_ptrs, o.to(out.dtype.element_ty), mask=(offs_d < D)[None, :])
 
 
+@triton.jit(do_not_specialize=["chunks"])
+def combine_kernel(
+    part_acc,  # fp32 [B, HQ, C, D]
+    part_ml,  # fp32 [B, HQ, C, 2]
+    seqlens,  # int32 [B, HK]
+    sinks,  # float [HQ] or None
+    out,  # [B, HQ, D]
+    lse,  # fp32 [B, HQ]
+    chunks,  # C
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    G: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_wait()
+    _merge_head(
+        part_acc, part_ml, seqlens, sinks, out, lse, tl.program_id(0), tl.program_id(1),
+        tl.num_programs(0), chunks, D, BLOCK_D, G, CHUNK, BLOCK_C,
+    )  # fmt: skip
+
+
 @triton.jit
-def probs_kernel(
+def _group_lse(
+    part_ml, sinks, group, first_head, used, chunks, G: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Base-2 lse [BLOCK_G] of a KV head's query heads from the (m, l) of their chunks; no key: 0,
+    since every tile maximum is -inf then, too.
+    """
+    offs_g, offs_c = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_C)
+    rows = part_ml + (group * G + offs_g) * chunks * 2
+    m = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_G], tl.float32)
+    for start in range(0, used, BLOCK_C):
+        c = start + offs_c
+        there = (offs_g < G)[:, None] & (c < used)[None, :]
+        m_c = tl.load(rows[:, None] + c[None, :] * 2, mask=there, other=float("-inf"))
+        l_c = tl.load(rows[:, None] + c[None, :] * 2 + 1, mask=there, other=0.0)
+        m_new = tl.maximum(m, tl.max(m_c, 1))
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        l = l * tl.exp2(m - m_safe) + tl.sum(l_c * tl.exp2(m_c - m_safe[:, None]), 1)
+        m = m_new
+    m_safe = tl.where(m == float("-inf"), 0.0, m)
+    if sinks is not None:
+        sink = tl.load(sinks + first_head + offs_g, mask=offs_g < G, other=float("-inf"))
+        sink = sink.to(tl.float32) * LOG2E
+        highest = tl.maximum(m_safe, sink)
+        l = tl.where(l == 0.0, 0.0, l * tl.exp2(m_safe - highest) + tl.exp2(sink - highest))
+        m_safe = highest
+    return tl.where(l == 0.0, 0.0, m_safe + tl.log2(tl.where(l == 0.0, 1.0, l)))
+
+
+@triton.jit(do_not_specialize=["chunks"])
+def finish_kernel(
+    part_acc,  # fp32 [B, HQ, C, D], or None where there is one chunk
+    part_ml,  # fp32 [B, HQ, C, 2], or None
     weights,  # fp16 [B, HQ, S]
     tile_max,  # fp32 [B, HQ, tiles]
     seqlens,  # int32 [B, HK]
+    sinks,  # float [HQ] or None
+    out,  # [B, HQ, D]
     lse,  # fp32 [B, HQ]
     probs,  # fp32 [B, HQ, S] for REDUCE = "none", else [B, HK, S]
+    chunks,  # C
     capacity,  # S
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     G: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_C: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,
     REDUCE: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """The probabilities of BLOCK_S slots a program; the last G programs of a KV head merge chunks.
+
+    Every program finds the lse of its heads by itself, so nothing waits for a merge.
+    """
     if PDL:
         gdc_wait()
     kv_head, row = tl.program_id(1), tl.program_id(2)
-    group = (row * tl.num_programs(1) + kv_head).to(tl.int64)
+    num_kv_heads = tl.num_programs(1)
+    group = (row * num_kv_heads + kv_head).to(tl.int64)
+    blocks = tl.cdiv(capacity, BLOCK_S)
+    if part_ml is not None:  # noqa: SIM102, only the outer condition is known to the compiler
+        if tl.program_id(0) >= blocks:
+            head = kv_head * G + tl.program_id(0) - blocks
+            _merge_head(
+                part_acc, part_ml, seqlens, sinks, out, lse, head, row, num_kv_heads * G, chunks,
+                D, BLOCK_D, G, CHUNK, BLOCK_C,
+            )  # fmt: skip
+            return
+    offs_g = tl.arange(0, BLOCK_G)
+    in_g = offs_g < G
+    n = tl.load(seqlens + group)
+    if part_ml is None:
+        lse2 = tl.load(lse + group * G + offs_g, mask=in_g, other=0.0) * LOG2E
+        lse2 = tl.where(lse2 == float("-inf"), 0.0, lse2)  # then every m is -inf too
+    else:
+        used = tl.cdiv(n, CHUNK)
+        lse2 = _group_lse(part_ml, sinks, group, kv_head * G, used, chunks, G, BLOCK_G, BLOCK_C)
     slot = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
-    valid = slot < tl.load(seqlens + group)
+    valid = in_g[:, None] & (slot < n)[None, :]
+    head = group * G + offs_g
     tiles = tl.cdiv(capacity, BLOCK_N)
-
-    total = tl.zeros([BLOCK_S], tl.float32)
-    for g in range(G):
-        head = group * G + g
-        w = tl.load(weights + head * capacity + slot, mask=valid, other=0.0).to(tl.float32)
-        m = tl.load(tile_max + head * tiles + slot // BLOCK_N, mask=valid, other=float("-inf"))
-        lse_row = tl.load(lse + head)
-        lse_row = tl.where(lse_row == float("-inf"), 0.0, lse_row)  # then every m is -inf too
-        p = w * tl.exp2(m - lse_row * LOG2E)  # [BLOCK_S]
-        if REDUCE == "none":
-            tl.store(probs + head * capacity + slot, p, mask=slot < capacity)
-        elif REDUCE == "max":
-            total = tl.maximum(total, p)
+    w = tl.load(weights + (head * capacity)[:, None] + slot[None, :], mask=valid, other=0.0)
+    at = (head * tiles)[:, None] + (slot // BLOCK_N)[None, :]
+    m = tl.load(tile_max + at, mask=valid, other=float("-inf"))
+    p = w.to(tl.float32) * tl.exp2(m - lse2[:, None])  # [BLOCK_G, BLOCK_S]
+    inside = slot < capacity
+    if REDUCE == "none":
+        place = probs + (head * capacity)[:, None] + slot[None, :]
+        tl.store(place, p, mask=in_g[:, None] & inside[None, :])
+    else:
+        if REDUCE == "max":
+            total = tl.max(p, 0)
         else:
-            total += p
-    if REDUCE == "mean":
-        total = total / G
-    if REDUCE != "none":
-        tl.store(probs + group * capacity + slot, total, mask=slot < capacity)
+            total = tl.sum(p, 0)
+        if REDUCE == "mean":
+            total = total / G
+        tl.store(probs + group * capacity + slot, total, mask=inside)
 
 
 def combine(
@@ -183,46 +256,61 @@ def _chunks_a_step(chunks: int, head_dim: int) -> int:
 
 
 def probabilities(
-    weights: Tensor, tile_max: Tensor, seqlens: Tensor, lse: Tensor, block_n: int, reduce: str
+    raw: tuple[Tensor, Tensor],
+    parts: tuple[Tensor, Tensor] | None,
+    seqlens: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    chunk: int,
+    block_n: int,
+    reduce: str,
 ) -> Tensor:
-    """fp32 [B,HQ,S] for reduce "none", else [B,HK,S], from weights [B,HQ,S]; 0 beyond a length."""
+    """fp32 [B,HQ,S] for reduce "none", else [B,HK,S], 0 beyond a length; merges as `combine`.
+
+    raw: weights fp16 [B,HQ,S] and tile maxima. parts: as `combine` takes them, or None where one
+    chunk has written out and lse.
+    """
+    weights, tile_max = raw
     B, HQ, capacity = weights.shape
-    HK = seqlens.shape[1]
+    HK, D = seqlens.shape[1], out.shape[2]
+    G, chunks = HQ // HK, 1 if parts is None else parts[0].shape[2]
     heads = HQ if reduce == "none" else HK
     probs = torch.empty((B, heads, capacity), dtype=torch.float32, device=weights.device)
-    probs_kernel[(triton.cdiv(capacity, BLOCK_S), HK, B)](
-        weights,
-        tile_max,
-        seqlens,
-        lse,
-        probs,
-        capacity,
-        G=HQ // HK,
-        BLOCK_N=block_n,
-        BLOCK_S=BLOCK_S,
-        REDUCE=reduce,
+    block_g = triton.next_power_of_2(G)
+    block_s = max(64, BLOCK_S // block_g)
+    merges = 0 if parts is None else G
+    finish_kernel[(triton.cdiv(capacity, block_s) + merges, HK, B)](
+        *(parts or (None, None)), weights, tile_max, seqlens, sinks if parts else None, out, lse,
+        probs, chunks, capacity,
+        D=D, BLOCK_D=padded_head_dim(D), G=G, BLOCK_G=block_g, CHUNK=chunk,
+        BLOCK_C=_chunks_a_step(chunks, D), BLOCK_N=block_n, BLOCK_S=block_s, REDUCE=reduce,
         **dependent_launch(weights.device, 4),
-    )
+    )  # fmt: skip
     return probs
 
 
 def merge_signatures() -> list[AotRow]:
     """Rows of `aot_signatures` for both kernels, with G = 4."""
     rows: list[AotRow] = []
-    types = "*fp32 *fp32 *i32 *bf16 *bf16 *fp32 i32" + " constexpr" * 6
-    signature = dict(zip(combine_kernel.arg_names, types.split(), strict=True))
-    constexprs: dict[str, Any] = {"G": 4, "CHUNK": 256}
-    types = "*fp16 *fp32 *i32 *fp32 *fp32 i32" + " constexpr" * 5
-    probs_signature = dict(zip(probs_kernel.arg_names, types.split(), strict=True))
-    probs_constexprs: dict[str, Any] = {"G": 4, "BLOCK_N": 64, "BLOCK_S": BLOCK_S}
+    fixed: dict[str, Any] = {"G": 4, "CHUNK": 256}
     options = launch_options(4, 1)
     for arch in ARCHS:
-        constexprs = constexprs | {"PDL": arch in PDL_ARCHS}
-        probs_constexprs = probs_constexprs | {"PDL": arch in PDL_ARCHS}
+        fixed = fixed | {"PDL": arch in PDL_ARCHS}
         for d in (64, 128, 256) if arch == "sm90" else (128,):
             dims = {"D": d, "BLOCK_D": d, "BLOCK_C": _chunks_a_step(64, d)}
-            rows.append((combine_kernel, signature, constexprs | dims, options, arch))
+            types = "*fp32 *fp32 *i32 *bf16 *bf16 *fp32 i32" + " constexpr" * 6
+            signature = dict(zip(combine_kernel.arg_names, types.split(), strict=True))
+            rows.append((combine_kernel, signature, fixed | dims, options, arch))
+        dims = {"D": 128, "BLOCK_D": 128, "BLOCK_C": _chunks_a_step(64, 128)}
+        tiles = {"BLOCK_G": 4, "BLOCK_N": 64, "BLOCK_S": BLOCK_S // 4}
         for reduce in ("none", "mean", "max") if arch == "sm90" else ("mean",):
-            mode = {"REDUCE": reduce}
-            rows.append((probs_kernel, probs_signature, probs_constexprs | mode, options, arch))
+            for merges in (True, False):
+                parts = "*fp32 *fp32 " if merges else "constexpr constexpr "
+                types = parts + "*fp16 *fp32 *i32 *bf16 *bf16 *fp32 *fp32 i32 i32"
+                types += " constexpr" * 10
+                signature = dict(zip(finish_kernel.arg_names, types.split(), strict=True))
+                none = {} if merges else {"part_acc": None, "part_ml": None}
+                constants = fixed | dims | tiles | none | {"REDUCE": reduce}
+                rows.append((finish_kernel, signature, constants, options, arch))
     return rows

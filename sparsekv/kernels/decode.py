@@ -177,7 +177,7 @@ def paged_decode_attention_triton(
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`paged_decode_attention` as one to three Triton launches on constant grids; no host sync."""
+    """`paged_decode_attention` as one or two Triton launches on constant grids; no host sync."""
     check_decode(q, k_pages, v_pages, block_table, cache_seqlens, sinks, probs)
     check_window(q, k_pages, window, positions, q_positions)
     check_scales(k_pages, k_scales, v_scales)
@@ -193,11 +193,12 @@ def paged_decode_attention_triton(
     sources = (q, k_pages, v_pages, scales, block_table, lens)
     outputs = [*(parts or (out, lse)), *(raw or (None, None))]
     _launch(plan, *sources, near, sinks, outputs, softmax_scale, softcap)
+    if raw is not None and probs is not None:
+        finish = (lens, sinks, out, lse, plan.chunk, plan.block_n, probs)
+        return out, lse, probabilities(raw, parts, *finish)
     if parts is not None:
         combine(*parts, lens, sinks, out, lse, plan.chunk)
-    if raw is None or probs is None:
-        return out, lse, None
-    return out, lse, probabilities(*raw, lens, lse, plan.block_n, probs)
+    return out, lse, None
 
 
 def _allocate(
