@@ -195,12 +195,7 @@ def finish_kernel(
     offs_g = tl.arange(0, BLOCK_G)
     in_g = offs_g < G
     n = tl.load(seqlens + group)
-    if part_ml is None:
-        lse2 = tl.load(lse + group * G + offs_g, mask=in_g, other=0.0) * LOG2E
-        lse2 = tl.where(lse2 == float("-inf"), 0.0, lse2)  # then every m is -inf too
-    else:
-        used = tl.cdiv(n, CHUNK)
-        lse2 = _group_lse(part_ml, sinks, group, kv_head * G, used, chunks, G, BLOCK_G, BLOCK_C)
+    # Loads first: they do not depend on the lse, which takes a chain of its own.
     slot = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
     valid = in_g[:, None] & (slot < n)[None, :]
     head = group * G + offs_g
@@ -208,6 +203,12 @@ def finish_kernel(
     w = tl.load(weights + (head * capacity)[:, None] + slot[None, :], mask=valid, other=0.0)
     at = (head * tiles)[:, None] + (slot // BLOCK_N)[None, :]
     m = tl.load(tile_max + at, mask=valid, other=float("-inf"))
+    if part_ml is None:
+        lse2 = tl.load(lse + group * G + offs_g, mask=in_g, other=0.0) * LOG2E
+        lse2 = tl.where(lse2 == float("-inf"), 0.0, lse2)  # then every m is -inf too
+    else:
+        used = tl.cdiv(n, CHUNK)
+        lse2 = _group_lse(part_ml, sinks, group, kv_head * G, used, chunks, G, BLOCK_G, BLOCK_C)
     p = w.to(tl.float32) * tl.exp2(m - lse2[:, None])  # [BLOCK_G, BLOCK_S]
     inside = slot < capacity
     if REDUCE == "none":

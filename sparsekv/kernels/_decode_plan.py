@@ -65,8 +65,9 @@ def make_plan(q: Tensor, k_pages: Tensor, block_table: Tensor, chunk: int | None
     while chunk % block_n:
         block_n //= 2
     chunks = max(1, -(-capacity // chunk))
-    if (
-        chunks == 1 and B * HK >= 512 and not quantised
-    ):  # many short heads: more of them share a multiprocessor
+    many = B * HK >= 512 and not quantised
+    if many and chunks == 1:  # many short heads: more of them share a multiprocessor
         block_n = min(block_n, 32)
+    if many and chunks > 1 and (block_n, num_stages) == (64, 3):  # 2 % at 64 rows of 4096 slots
+        num_stages = 4
     return Plan(chunk, block_n, num_warps, num_stages, chunks, capacity)
