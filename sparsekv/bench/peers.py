@@ -164,12 +164,13 @@ def torch_append(x: Paged, context: Context) -> list[Callable[[], None]]:
     slot = (x.lens - 1).long()
     page = x.table.long().gather(2, (slot // PAGE)[..., None])[..., 0]
     k = torch.zeros(*page.shape, x.heads.head_dim, dtype=x.heads.dtype, device=context.device)
+    position, score = slot.int(), torch.zeros(page.shape, device=context.device)
 
     def run(c: int) -> None:
         x.k[c][page, slot % PAGE] = k
         x.v[c][page, slot % PAGE] = k
-        x.positions[c][page, slot % PAGE] = slot.int()
-        x.scores[c][page, slot % PAGE] = 0.0
+        x.positions[c][page, slot % PAGE] = position
+        x.scores[c][page, slot % PAGE] = score
 
     return [_bind(run, c) for c in x.caches]
 

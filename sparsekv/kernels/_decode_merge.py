@@ -33,6 +33,8 @@ from ._common import (
 )
 
 MERGE_TILE = 8192  # accumulators a step of the merge: 64 chunks of 128, 64 registers a thread
+# Beside probabilities: programs with few registers, since many of them hide each other's latency.
+SMALL_MERGE_TILE = 1024
 BLOCK_S = 2048  # probabilities a program: slots times query heads of a KV head
 
 
@@ -252,8 +254,8 @@ def combine(
     )
 
 
-def _chunks_a_step(chunks: int, head_dim: int) -> int:
-    return max(2, min(64, MERGE_TILE // padded_head_dim(head_dim), triton.next_power_of_2(chunks)))
+def _chunks_a_step(chunks: int, head_dim: int, tile: int = MERGE_TILE) -> int:
+    return max(2, min(64, tile // padded_head_dim(head_dim), triton.next_power_of_2(chunks)))
 
 
 def probabilities(
@@ -285,7 +287,8 @@ def probabilities(
         *(parts or (None, None)), weights, tile_max, seqlens, sinks if parts else None, out, lse,
         probs, chunks, capacity,
         D=D, BLOCK_D=padded_head_dim(D), G=G, BLOCK_G=block_g, CHUNK=chunk,
-        BLOCK_C=_chunks_a_step(chunks, D), BLOCK_N=block_n, BLOCK_S=block_s, REDUCE=reduce,
+        BLOCK_C=_chunks_a_step(chunks, D, SMALL_MERGE_TILE), BLOCK_N=block_n, BLOCK_S=block_s,
+        REDUCE=reduce,
         **dependent_launch(weights.device, 4),
     )  # fmt: skip
     return probs
@@ -303,7 +306,7 @@ def merge_signatures() -> list[AotRow]:
             types = "*fp32 *fp32 *i32 *bf16 *bf16 *fp32 i32" + " constexpr" * 6
             signature = dict(zip(combine_kernel.arg_names, types.split(), strict=True))
             rows.append((combine_kernel, signature, fixed | dims, options, arch))
-        dims = {"D": 128, "BLOCK_D": 128, "BLOCK_C": _chunks_a_step(64, 128)}
+        dims = {"D": 128, "BLOCK_D": 128, "BLOCK_C": _chunks_a_step(64, 128, SMALL_MERGE_TILE)}
         tiles = {"BLOCK_G": 4, "BLOCK_N": 64, "BLOCK_S": BLOCK_S // 4}
         for reduce in ("none", "mean", "max") if arch == "sm90" else ("mean",):
             for merges in (True, False):

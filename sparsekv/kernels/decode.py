@@ -264,7 +264,7 @@ def _launch(
         P=k_pages.shape[1],
         BLOCK_N=plan.block_n,
         CHUNK=plan.chunk,
-        BLOCK_T=triton.next_power_of_2(plan.chunk // plan.block_n),
+        BLOCK_T=triton.next_power_of_2(-(-min(plan.chunk, plan.capacity) // plan.block_n)),
         ONE_CHUNK=plan.chunks == 1,
         PDL=has_dependent_launch(q.device),
         HAS_SOFTCAP=softcap is not None,
