@@ -79,8 +79,7 @@ def quantised_decode_kernel(
     softmax_scale, softcap, window, capacity,
     D: tl.constexpr, BLOCK_W: tl.constexpr, FORMAT: tl.constexpr, V_UNIT: tl.constexpr,
     G: tl.constexpr, BLOCK_G: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_T: tl.constexpr, ONE_CHUNK: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, PDL: tl.constexpr,
+    CHUNK: tl.constexpr, ONE_CHUNK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     kv_head, row, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     group = (row * tl.num_programs(0) + kv_head).to(tl.int64)
@@ -105,9 +104,7 @@ def quantised_decode_kernel(
     if weights is not None:
         tiles = tl.cdiv(capacity, BLOCK_N)
         weights += group * G * capacity
-        # The maxima of the chunk's tiles stay in registers: a store a tile would be two barriers.
-        offs_t = tl.arange(0, BLOCK_T)
-        tile_m = tl.full([BLOCK_G, BLOCK_T], float("-inf"), tl.float32)
+        tile_max += group * G * tiles
 
     m = tl.full([BLOCK_G], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_G], tl.float32)
@@ -145,18 +142,10 @@ def quantised_decode_kernel(
         acc3 = tl.dot(w, _stream(v, 3, FORMAT, w.dtype), acc3 * alpha, input_precision="ieee")
         m = m_new
         if weights is not None:
-            # Whole tiles, in the capacity at least: the end of a head would cost wide stores.
             w_ptrs = weights + offs_g[:, None] * capacity + slot[None, :]
-            tl.store(w_ptrs, p.to(tl.float16), mask=rows & (slot < capacity)[None, :])
-            tile_m = tl.where(
-                (offs_t == (tile - start) // BLOCK_N)[None, :], m_new[:, None], tile_m
-            )
+            tl.store(w_ptrs, p.to(tl.float16), mask=rows & in_tile[None, :])
+            tl.store(tile_max + offs_g * tiles + tile // BLOCK_N, m_new, mask=in_g)
 
-    if weights is not None:
-        index = start // BLOCK_N + offs_t
-        m_ptrs = tile_max + (group * G + offs_g)[:, None] * tiles + index[None, :]
-        inside = (offs_t * BLOCK_N < CHUNK) & (index < tiles)
-        tl.store(m_ptrs, tile_m, mask=in_g[:, None] & inside[None, :])
     factor = tl.full([BLOCK_G], 1.0 / V_UNIT, tl.float32)[:, None]
     if ONE_CHUNK:
         sink = tl.full([BLOCK_G], float("-inf"), tl.float32)
@@ -216,7 +205,6 @@ def _aot_row(arch: str, d: int, form: KVFormat, full: bool) -> AotRow:
     block_n, num_warps, num_stages = QUANTISED[arch, d]
     constexprs = {"D": d, "G": 4, "BLOCK_G": 16, "P": 16, "BLOCK_N": block_n, "CHUNK": 256}
     constexprs |= {"ONE_CHUNK": full, "HAS_SOFTCAP": full} | word_shape(d, form)
-    constexprs["BLOCK_T"] = triton.next_power_of_2(256 // block_n)
     constexprs["PDL"] = arch in PDL_ARCHS
     options = launch_options(num_warps, num_stages)
     return aot_row(quantised_decode_kernel, arch, types, constexprs, options)

@@ -80,7 +80,6 @@ def _decode_kernel(
     P: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CHUNK: tl.constexpr,
-    BLOCK_T: tl.constexpr,
     ONE_CHUNK: tl.constexpr,
     PDL: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -107,9 +106,7 @@ def _decode_kernel(
     if weights is not None:
         tiles = tl.cdiv(capacity, BLOCK_N)
         weights += group * G * capacity
-        # The maxima of the chunk's tiles stay in registers: a store a tile would be two barriers.
-        offs_t = tl.arange(0, BLOCK_T)
-        tile_m = tl.full([BLOCK_G, BLOCK_T], float("-inf"), tl.float32)
+        tile_max += group * G * tiles
 
     m = tl.full([BLOCK_G], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_G], tl.float32)
@@ -141,18 +138,10 @@ def _decode_kernel(
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
         m = m_new
         if weights is not None:
-            # Whole tiles, in the capacity at least: the end of a head would cost wide stores.
             w_ptrs = weights + offs_g[:, None] * capacity + slot[None, :]
-            tl.store(w_ptrs, p.to(tl.float16), mask=in_g[:, None] & (slot < capacity)[None, :])
-            tile_m = tl.where(
-                (offs_t == (tile - start) // BLOCK_N)[None, :], m_new[:, None], tile_m
-            )
+            tl.store(w_ptrs, p.to(tl.float16), mask=in_g[:, None] & in_tile[None, :])
+            tl.store(tile_max + offs_g * tiles + tile // BLOCK_N, m_new, mask=in_g)
 
-    if weights is not None:
-        index = start // BLOCK_N + offs_t
-        m_ptrs = tile_max + (group * G + offs_g)[:, None] * tiles + index[None, :]
-        inside = (offs_t * BLOCK_N < CHUNK) & (index < tiles)
-        tl.store(m_ptrs, tile_m, mask=in_g[:, None] & inside[None, :])
     if ONE_CHUNK:
         sink = tl.full([BLOCK_G], float("-inf"), tl.float32)
         if sinks is not None:
@@ -264,7 +253,6 @@ def _launch(
         P=k_pages.shape[1],
         BLOCK_N=plan.block_n,
         CHUNK=plan.chunk,
-        BLOCK_T=triton.next_power_of_2(-(-min(plan.chunk, plan.capacity) // plan.block_n)),
         ONE_CHUNK=plan.chunks == 1,
         PDL=has_dependent_launch(q.device),
         HAS_SOFTCAP=softcap is not None,
@@ -345,13 +333,11 @@ def aot_signatures() -> list[AotRow]:
             signature = _signature(probs, full)
             constexprs: dict[str, Any] = {n: None for n, t in signature.items() if t == "constexpr"}
             constexprs |= {"D": d, "BLOCK_D": d, "G": 4, "BLOCK_G": 16, "P": 16, "CHUNK": 256}
-            constexprs |= {"BLOCK_T": triton.next_power_of_2(256 // block_n)}
             constexprs |= {"BLOCK_N": block_n, "ONE_CHUNK": full, "HAS_SOFTCAP": full}
             constexprs["PDL"] = arch in PDL_ARCHS
             # Four stages where heads are many, see `make_plan`.
-            for stages in (
-                (3, 4) if d == 128 and (block_n, num_stages) == (64, 3) else (num_stages,)
-            ):
+            many = d == 128 and (block_n, num_stages) == (64, 3)
+            for stages in (3, 4) if many else (num_stages,):
                 options = launch_options(num_warps, stages)
                 rows.append((_decode_kernel, signature, constexprs, options, arch))
     return rows + quantised_signatures() + merge_signatures()
@@ -362,5 +348,5 @@ def _signature(probs: bool, full: bool) -> dict[str, str]:
     types = "*bf16 " * 3 + "*i32 *i32 " + ("*i32 *i32 *bf16 " if full else none * 3)
     types += "*bf16 *fp32 " if full else "*fp32 *fp32 "
     types += "*fp16 *fp32 " if probs else none * 2
-    types += "i32 " * 8 + "fp32 fp32 i32 i32 " + none * 11
+    types += "i32 " * 8 + "fp32 fp32 i32 i32 " + none * 10
     return dict(zip(_decode_kernel.arg_names, types.split(), strict=True))
