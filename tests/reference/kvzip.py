@@ -72,7 +72,7 @@ class KVzipReference(Reference):
             self.part = (first, last)
             self.feed(ids)
             self.part = None
-            self.cache.crop(tokens)
+            self.cache.crop(-ids.shape[1])
         slots = slots_of(self.budget, tokens)
         if slots >= tokens:
             return
