@@ -14,7 +14,7 @@ import torch
 from contract import FIELDS, stand_in
 from reference import Reference
 from reference.duo import retrieval_heads
-from reference.keyformer import temperature
+from reference.keyformer import gumbel_noise, temperature
 from reference.kvzip import KVzipReference
 from reference.noise import gumbel, hashed, uniform
 from reference.plans import make_plans
@@ -260,17 +260,41 @@ def test_kvzip_keeps_what_the_passes_need(uniform):
     assert reference.kept() == grown  # questions and answers always stay
 
 
-def test_noise():
-    """Counters, not a stream: known values of lowbias32 chains, and the moments of a Gumbel."""
-    assert hashed(0) == hashed(0) != hashed(1)
-    assert hashed(1, 2) != hashed(2, 1)
-    draws = [uniform(7, i) for i in range(4000)]
-    assert min(draws) > 0 and max(draws) < 1
-    assert sum(draws) / 4000 == pytest.approx(0.5, abs=0.02)
-    noise = [gumbel(3, i, j) for i in range(80) for j in range(80)]
-    assert sum(noise) / 6400 == pytest.approx(0.5772, abs=0.05)
-    variance = sum((x - 0.5772) ** 2 for x in noise) / 6400
-    assert variance == pytest.approx(math.pi**2 / 6, rel=0.1)
+def plain_hash(*counter):
+    """The chain in Python's own integers."""
+    h = 0
+    for value in counter:
+        h = (h + 0x9E3779B9 * (value + 1)) % 2**32
+        h = (h ^ h >> 16) * 0x7FEB352D % 2**32
+        h = (h ^ h >> 15) * 0x846CA68B % 2**32
+        h ^= h >> 16
+    return h
+
+
+def test_noise_is_a_function_of_its_counter():
+    counter = (3, 1, [[0], [5]], [7, 2**31, 2**32 - 1])
+    table = [[plain_hash(3, 1, i, j) for j in counter[3]] for (i,) in counter[2]]
+    assert hashed(*counter).tolist() == table
+    noise = gumbel_noise(3, 1, heads=2, at=[4, 9], seen=6)
+    assert noise.shape == (2, 2, 6)
+    share = ((plain_hash(3, 1, 1, 9, 5) >> 9) + 0.5) * 2.0**-23
+    assert float(noise[1, 1, 5]) == pytest.approx(-math.log(-math.log(share)))
+
+
+def test_noise_is_gumbel():
+    noise = gumbel(3, range(6400))
+    assert noise.mean() == pytest.approx(0.5772, abs=0.05)
+    assert noise.var() == pytest.approx(math.pi**2 / 6, rel=0.1)
+    draws = uniform(7, range(4000))
+    assert draws.min() > 0 and draws.max() < 1
+    assert draws.mean() == pytest.approx(0.5, abs=0.02)
+
+
+def test_single_precision_holds_the_noise():
+    """23 bits and a half fit fp32; 24 do not, and 1 draw in 2^24 would be log(-log 1)."""
+    largest = torch.tensor(2**32 - 1)
+    assert float(((largest >> 9).float() + 0.5) * 2.0**-23) < 1.0
+    assert float(((largest >> 8).float() + 0.5) * 2.0**-24) == 1.0
 
 
 @pytest.mark.parametrize("name", FIELDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +21,5 @@ def temperature(start: float, end: float, steps: int, iteration: int) -> float:
 
 def gumbel_noise(seed: int, layer: int, heads: int, at: list[int], seen: int) -> Tensor:
     """zeta [HQ, R, N] of queries at positions `at` on keys 0 .. seen - 1, by position."""
-    return torch.tensor(
-        [[[gumbel(seed, layer, h, i, j) for j in range(seen)] for i in at] for h in range(heads)],
-        dtype=torch.float64,
-    )
+    h, i, j = np.ix_(range(heads), at, range(seen))
+    return torch.from_numpy(gumbel(seed, layer, h, i, j))

@@ -41,4 +41,4 @@ def redundancy(k: Tensor, threshold: float) -> Tensor:
 
 def random_scores(seed: int, layer: int, head: int, positions: list[int]) -> list[float]:
     """One number in (0, 1) a position."""
-    return [uniform(seed, layer, head, j) for j in positions]
+    return uniform(seed, layer, head, positions).tolist()
