@@ -260,18 +260,20 @@ def test_a_run_repeats(name):
 
 
 def shuffle_slots(cache, seed):
-    """Move what every head holds to other slots of it."""
+    """Move what every head holds to other slots of it; heads with one set keep one order."""
     generator = torch.Generator().manual_seed(seed)
     for layer in range(len(cache.layers)):
         store, local = cache.state.store(layer)
-        pool = store.pool
+        pool, orders = store.pool, {}
         fields = [pool.k_pages, pool.v_pages, pool.positions, pool.scores]
         for row, head in torch.cartesian_prod(*map(torch.arange, store.lens.shape[1:])).tolist():
-            held = int(store.lens[local, row, head])
-            slots = torch.arange(held)
+            slots = torch.arange(int(store.lens[local, row, head]))
             pages = store.block_table[local, row, head, slots // pool.page_size].long()
-            moved = torch.randperm(held, generator=generator)
             at = slots % pool.page_size
+            held = tuple(pool.positions[pages, at].tolist())
+            if (row, held) not in orders:
+                orders[row, held] = torch.randperm(len(held), generator=generator)
+            moved = orders[row, held]
             for field in fields:
                 field[pages, at] = field[pages[moved], at[moved]]
 

@@ -7,10 +7,20 @@ import math
 import torch
 from torch import Tensor
 
+from reference.types import Head
+
 
 def repeated(x: Tensor, q: Tensor) -> Tensor:
     """x [HK, ...] for each of the HQ query heads of q [HQ, ...]."""
     return x.repeat_interleave(len(q) // len(x), 0)
+
+
+def held(heads: list[Head], seen: int) -> Tensor:
+    """bool [HK, seen]: the positions that each head keeps."""
+    kept = torch.zeros(len(heads), seen, dtype=torch.bool)
+    for row, head in zip(kept, heads, strict=True):
+        row[list(head)] = True
+    return kept
 
 
 def masked_logits(q: Tensor, k: Tensor, visible: Tensor, scale: float) -> Tensor:

@@ -63,10 +63,10 @@ def head_budgets(wrapper: Any, layer: int, scores: list[Head], rest: list[int]) 
 
 def _critical(view: View, scores: list[Head], rest: list[int]) -> list[set[int]]:
     policy = view.policy
-    norms = projected_norms(view.v, view.o_proj, view.q.shape[0])
+    norms = projected_norms(view.v, view.o_proj, view.q.shape[0]).tolist()
     first = exact(policy.first_share)
     return [
-        two_stages(head, {j: float(norms[h, j]) for j in head}, n, first, policy.epsilon)
+        two_stages(head, {j: norms[h][j] for j in head}, n, first, policy.epsilon)
         for h, (head, n) in enumerate(zip(scores, rest, strict=True))
     ]
 

@@ -208,8 +208,8 @@ class Reference:
         self, layer: int, q: Tensor, at: list[int], k: Tensor, scale: float
     ) -> Tensor:
         """Softmax of queries q [HQ, R, D] at positions `at` over what is kept: [HQ, R, N]."""
-        heads, position = self.heads[layer], torch.arange(k.shape[1])
-        kept = torch.tensor([[j in head for j in position.tolist()] for head in heads])
+        position = torch.arange(k.shape[1])
+        kept = attention.held(self.heads[layer], k.shape[1])
         if getattr(self.policy, "positions", "original") == "cache":
             # The published formula: keys rotated by their slot, the query by the last slot.
             theta = self.model.config.rope_parameters["rope_theta"]

@@ -39,7 +39,7 @@ def _by_state(view: View) -> Ranking:
 
 def _table(view: View, table: Tensor) -> Ranking:
     """From scores [HK, N] by position."""
-    return [{j: float(table[h, j]) for j in view.free(h)} for h in range(view.kv_heads)]
+    return [{j: row[j] for j in view.free(h)} for h, row in enumerate(table.tolist())]
 
 
 def _pooled(view: View, score_of: Callable[[int, int], float]) -> Ranking:
@@ -53,8 +53,8 @@ def _pooled(view: View, score_of: Callable[[int, int], float]) -> Ranking:
 
 
 def _snapkv(view: View) -> Ranking:
-    votes = window_votes(view)
-    return _pooled(view, lambda h, j: float(votes[h, j]))
+    votes = window_votes(view).tolist()
+    return _pooled(view, lambda h, j: votes[h][j])
 
 
 def _layersplit(view: View) -> Ranking:

@@ -31,8 +31,8 @@ def observe(view: View, phase: str, probabilities: Tensor) -> None:
         old = 1 - 1 / policy.window_rows if policy.accum == "ema" else 1.0
         votes = column_sums(probabilities, view.kv_heads, policy.group)
     if votes is not None:
-        for h, head in enumerate(view.heads):
-            head |= {j: old * s + float(votes[h, j]) for j, s in head.items()}
+        for head, row in zip(view.heads, votes.tolist(), strict=True):
+            head |= {j: old * s + row[j] for j, s in head.items()}
 
 
 def _noisy(view: View, probabilities: Tensor) -> Tensor:

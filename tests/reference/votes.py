@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from reference.attention import held
 from reference.types import Head
 
 
@@ -56,8 +57,7 @@ def pool_scores(scores: Head, positions: list[int], mode: str, kernel: int) -> H
 def seen_by(at: list[int], heads: list[Head], seen: int, query_heads: int) -> Tensor:
     """bool [HQ, R, N]: kept keys at or before the queries at positions `at`."""
     position = torch.arange(seen)
-    kept = torch.tensor([[j in head for j in range(seen)] for head in heads])
-    visible = kept[:, None] & (position <= torch.tensor(at)[:, None])
+    visible = held(heads, seen)[:, None] & (position <= torch.tensor(at)[:, None])
     return visible.repeat_interleave(query_heads // len(heads), 0)
 
 
