@@ -34,6 +34,8 @@ FEATURES = {
     "beams": "beam search",
     "drafts": "assisted decoding, prompt lookup, crop()",
     "swaps": "rows of the cache that change places",
+    "deferred": "generate(prefill_chunk_size=...) with defer_eviction: as one forward",
+    "quantised": "kv_dtype",
 }
 
 _EVERYTHING = dict.fromkeys(FEATURES, "right")
@@ -41,14 +43,15 @@ SUPPORT: dict[str, dict[str, str]] = {
     **dict.fromkeys(NAMES, _EVERYTHING),
     # Compressing many slots at once cannot be taken back token by token.
     "scissorhands": {**_EVERYTHING, "drafts": "refused"},
-    "keydiff": {**_EVERYTHING, "drafts": "refused"},
+    # And its prompt is cut block by block, so that nothing is left to defer.
+    "keydiff": {**_EVERYTHING, "drafts": "refused", "deferred": "refused"},
     "rkv": {**_EVERYTHING, "drafts": "refused"},
     # Decided after extra passes, which only generate() runs.
     "kvzip": {**_EVERYTHING, "loop": "refused", "drafts": "refused", "swaps": "refused"},
     # The tail is that of the whole prompt, and rows of a batch would drop different tokens.
     "pyramidinfer": {
         **_EVERYTHING, "padding": "refused", "chunked": "refused", "turns": "refused",
-        "beams": "refused", "drafts": "refused",
+        "beams": "refused", "drafts": "refused", "deferred": "refused",
     },
 }  # fmt: skip
 
@@ -172,11 +175,11 @@ def may_wrap(wrapper: str, scorer: str) -> str:
     return "refused" if negative else SCORERS[scorer]
 
 
-def truth(model: Any, policy: Any, budget: int | float, remember: bool = True) -> Any:
-    """The reference of a policy."""
+def truth(model: Any, policy: Any, budget: int | float, **options: Any) -> Any:
+    """The reference of a policy; options of `Reference`."""
     if policy.name == "pyramidinfer":
         return PrunedReference(model, policy, policy.decay)
-    return Reference(model, policy, budget, remember)
+    return Reference(model, policy, budget, **options)
 
 
 def check(reference: Any, loop: Any, ids: Tensor, last_only: bool = False) -> Tensor:

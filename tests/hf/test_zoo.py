@@ -36,12 +36,12 @@ def under(name, model, budget=None, **kwargs):
     return sparsekv.patch(model, policy, budget or sizes(name)[1], **kwargs)
 
 
-def pair(name, seed=0, remember=True, **config):
+def pair(name, seed=0, **config):
     """The reference and a manual loop over the same weights."""
     model = tiny_llama(seed, **config)
     policy = example(name, model.config.num_hidden_layers, model.config.num_key_value_heads)
     budget = sizes(name)[1]
-    return truth(model, policy, budget, remember), Loop(sparsekv.patch(model, policy, budget))
+    return truth(model, policy, budget), Loop(sparsekv.patch(model, policy, budget))
 
 
 def test_the_tables_know_every_policy():
@@ -105,6 +105,23 @@ def test_prompt_in_chunks(name):
 
 
 @every_policy
+def test_a_quantised_cache(name):
+    """Both sides round the same numbers: prompt, steps, a second turn, steps."""
+    with held_to(SUPPORT[name]["quantised"]):
+        model, budget = tiny_llama(5).double(), sizes(name)[1]
+        policy = example(name)
+        sparsekv.patch(model, policy, budget, kv_dtype="int8")
+        if name in ("kvzip", "pyramidinfer"):  # their references know no rounding
+            greedy(model, prompt(40, 5), 8)
+            return
+        reference, loop = truth(model, policy, budget, kv_dtype="int8"), Loop(model)
+        for length, steps in ((sizes(name)[0], 12), (9, 4)):
+            token = check(reference, loop, prompt(length, steps))
+            for _ in range(steps):
+                token = check(reference, loop, token)
+
+
+@every_policy
 def test_turns(name):
     """The second turn feeds the last token of the first together with the question."""
     length, budget = sizes(name)
@@ -124,6 +141,18 @@ def test_turns(name):
 
 
 # ------------------------------------------------------------------ against itself
+
+
+@every_policy
+def test_deferred_chunks_are_one_forward(name):
+    length, _ = sizes(name)
+    with held_to(SUPPORT[name]["deferred"]):
+        once = greedy(under(name, tiny_llama()), prompt(length), 8)
+        model = under(name, tiny_llama(), defer_eviction=True)
+        chunked = greedy(model, prompt(length), 8, prefill_chunk_size=10)
+        assert chunked.tokens.tolist() == once.tokens.tolist()
+        torch.testing.assert_close(chunked.logits, once.logits, atol=1e-4, rtol=0)
+        assert kept(chunked.cache) == kept(once.cache)
 
 
 @every_policy
