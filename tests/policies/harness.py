@@ -107,6 +107,7 @@ class Row:
     layer: int
     positions: Tensor
     state: Tensor
+    tables: Callable[[object], Tensor] | None = None
 
     def kept(self) -> list[list[int]]:
         """Positions per KV head, ascending; -1 pads shorter heads."""
@@ -167,8 +168,12 @@ def prefill(
     num_kv_heads: int = 1,
     num_layers: int = 1,
     layer: int = 0,
+    tables: Callable[[object], Tensor] | None = None,
 ) -> Row:
-    """Plan, observe, score, select for a prompt with probabilities [HQ, T, T]."""
+    """Plan, observe, score, select for a prompt with probabilities [HQ, T, T].
+
+    tables: a feature that the policy asks for -> its fp32 [1, HK, S]; any numbers without it.
+    """
     tokens = probabilities.shape[-1]
     model = shape(num_layers, probabilities.shape[0], num_kv_heads)
     plan = policy.plan(model, tokens, budget)[layer]
@@ -178,7 +183,7 @@ def prefill(
     if need is not None:
         sums = columns(probabilities, need, num_kv_heads)
         state = policy.observe(layer, "prefill", state, sums, positions)
-    row = Row(policy, plan, layer, positions, state)
+    row = Row(policy, plan, layer, positions, state, tables)
     left = slots_after_prompt(plan)
     if left is None or tokens <= left:
         return row
@@ -202,6 +207,8 @@ def chosen_scores(row: Row, sums: Tensor | None, newest: int) -> Tensor:
     recent = torch.tensor([min(row.plan.recent, held)], dtype=torch.int32)
     phase = "prefill" if row.positions[0, 0].tolist() == list(range(held)) else "decode"
     features = features_of(policy, row.layer, phase, row.positions, newest)
+    if row.tables is not None:
+        features = {feature: row.tables(feature) for feature in features}
     state = row.state if policy.stateful else None
     return policy.score(
         row.layer, make_stats(sums, state, row.positions, lengths, recent, features)
