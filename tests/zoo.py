@@ -2,7 +2,7 @@
 
 `SUPPORT` is what the tests hold the library to: in each row a policy is "right" (it equals the
 reference, or itself without the feature) or "refused" (a ValueError "expected .., got .."). The
-table of the documentation is made from it.
+table of the documentation is made from it (`support_table`).
 """
 
 from __future__ import annotations
@@ -54,6 +54,12 @@ SUPPORT: dict[str, dict[str, str]] = {
         "beams": "refused", "drafts": "refused", "deferred": "refused",
     },
 }  # fmt: skip
+
+# One set of keys for all heads of a layer or model needs what other ranks know.
+TENSOR_PARALLEL = {
+    **dict.fromkeys(NAMES, "local"),
+    **dict.fromkeys(("tova", "chunked", "kvzip", "pyramidinfer"), "refused"),
+}
 
 # Wrapper -> scorer -> may it be wrapped; a scorer that drops tokens at every step has no score of
 # its own to give, and CriticalKV multiplies scores, so they must not be negative.
@@ -193,6 +199,15 @@ def check(reference: Any, loop: Any, ids: Tensor, last_only: bool = False) -> Te
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
     assert loop.kept() == reference.kept()
     return expected[-1:].argmax(-1, keepdim=True)
+
+
+def support_table() -> str:
+    """`SUPPORT` of the policies that the library has, as Markdown; a refusal is a dash."""
+    sign = {"right": "✓", "refused": "–"}
+    rows = [["policy", *FEATURES], ["---"] * (1 + len(FEATURES))]
+    for name in (name for name in NAMES if name in POLICIES):
+        rows.append([f"`{name}`", *(sign[SUPPORT[name][feature]] for feature in FEATURES)])
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 @contextmanager

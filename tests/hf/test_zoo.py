@@ -10,7 +10,18 @@ from dataclasses import replace
 import pytest
 import torch
 from rig import Loop, greedy, kept, left_padded, prompt, tiny_llama
-from zoo import EXAMPLES, FEATURES, GROUPS, NAMES, SUPPORT, check, example, held_to, truth
+from zoo import (
+    EXAMPLES,
+    FEATURES,
+    GROUPS,
+    NAMES,
+    SUPPORT,
+    check,
+    example,
+    held_to,
+    support_table,
+    truth,
+)
 
 import sparsekv
 from sparsekv.hf.compat import cache_key
@@ -49,6 +60,7 @@ def test_the_tables_know_every_policy():
     assert set(POLICIES) <= set(EXAMPLES) and set(POLICIES) <= set(SUPPORT)
     for row in SUPPORT.values():
         assert set(row) == set(FEATURES) and set(row.values()) <= {"right", "refused"}
+    assert support_table().count("\n") == 2 + len(POLICIES)
 
 
 # ------------------------------------------------------------------ against the reference
@@ -328,7 +340,7 @@ def test_slots_have_no_order(name):
 
 @every_policy
 def test_what_is_held_is_what_is_planned(name):
-    """B25: the budget holds after the prompt and after every step, in pages that exist."""
+    """B25, B29: the budget holds after the prompt and after every step, in pages that exist."""
     if name in ("full", "quest", "kvzip", "pyramidinfer"):
         pytest.skip("keeps everything, or not per layer")
     length, budget = sizes(name)
@@ -342,5 +354,6 @@ def test_what_is_held_is_what_is_planned(name):
         counts = [[len(head) for head in layer] for layer in loop.kept()]
         assert counts == [[len(head) for head in layer] for layer in reference.kept()]
         pages = sum(-(-n // 16) for layer in counts for n in layer)
-        assert loop.cache.report().pages_used == pages
+        room = name in ("scissorhands", "keydiff", "rkv")  # grow up to a limit, 2 pages here
+        assert pages <= loop.cache.report().pages_used <= (12 if room else pages)
         ids = prompt(1, int(ids[0, -1]))
