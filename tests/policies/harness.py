@@ -2,6 +2,7 @@
 
 `GOLDEN` is a worked example with 2 query heads on 1 KV head, 8 prompt tokens and a 9th to decode.
 Its keys and queries stand after RoPE; the softmax scale is 1/2.
+Features are 1 everywhere unless a test gives others; `golden_features` are those of `GOLDEN`.
 """
 
 from __future__ import annotations
@@ -9,15 +10,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from sparsekv.features import Source, compute
+from sparsekv.headwise import Keys, Queries, Scores
 from sparsekv.kernels.topk import select_topk
+from sparsekv.moments import PromptMoments
 from sparsekv.policies import LayerPlan, ModelShape, Need, Policy, Selection, Stats
+from sparsekv.policies.features import Feature
+from sparsekv.rope import Rotary
 
 # fmt: off
 KEYS = [[0, 0, 1, 2], [-2, -2, 2, 2], [-1, -1, 2, 0], [-1, 2, -1, 0], [1, 0, -2, -2], [2, 1, 2, 0],
         [2, -1, 0, 1], [-2, -1, -2, 0], [2, -2, -1, 0]]
+VALUES = [[-2, 1, -2, -1], [0, 0, -2, 2], [1, 2, -2, 1], [-1, 0, 2, -1], [1, -2, -1, 2],
+          [0, 0, -1, -2], [0, 1, 0, 1], [-1, 1, 1, 2], [0, -2, 1, 0]]
 QUERIES = [
     [[0, 1, 1, 2], [-1, 0, 2, -1], [-1, 2, 0, 0], [1, 0, 2, 1], [-2, -2, 0, 2], [-2, 1, 1, 1],
      [2, -2, 0, 2], [-1, -2, 0, -2], [-1, 2, 1, 2]],
@@ -26,12 +35,34 @@ QUERIES = [
 ]
 # fmt: on
 GOLDEN_KEYS = torch.tensor(KEYS, dtype=torch.float64)  # [9, D]
+GOLDEN_VALUES = torch.tensor(VALUES, dtype=torch.float64)  # [9, D]
 GOLDEN_QUERIES = torch.tensor(QUERIES, dtype=torch.float64)  # [HQ, 9, D]
 
 
 def golden_prefill() -> Tensor:
     """Probabilities of the 8 prompt rows, [HQ, 8, 8]."""
     return causal_probabilities(GOLDEN_QUERIES[:, :8], GOLDEN_KEYS[:8].expand(2, -1, -1), 0.5)
+
+
+def golden_source() -> Source:
+    """The 8 prompt tokens as one KV head; RoPE turns nothing and W_O is the identity per head."""
+    k, v = (x[None, None, :8].float() for x in (GOLDEN_KEYS, GOLDEN_VALUES))
+    positions, eight = torch.arange(8, dtype=torch.int32), torch.full((1,), 8, dtype=torch.int32)
+    queries = Queries(GOLDEN_QUERIES[None, :, :8].float(), positions[None], eight)
+    rotary = Rotary(torch.zeros(2))
+
+    def last(rows: int) -> Queries:
+        return Queries(queries.q[:, :, -rows:], queries.positions[:, -rows:], eight.clamp_max(rows))
+
+    return Source(
+        Keys(k, v, positions[None, None], eight[None]), np.zeros(1, dtype=int), Scores(0.5), last,
+        PromptMoments(queries, eight, {}, rotary).ahead, lambda: torch.eye(4).repeat(1, 2),
+    )  # fmt: skip
+
+
+def golden_features(feature: Feature) -> Tensor:
+    """A feature of the 8 prompt tokens, fp32 [1, 1, 8]."""
+    return compute(feature, golden_source())
 
 
 def golden_decode(positions: Tensor) -> Tensor:
@@ -124,8 +155,12 @@ def prefill(
     num_kv_heads: int = 1,
     num_layers: int = 1,
     layer: int = 0,
+    features: Callable[[Feature], Tensor] | None = None,
 ) -> Row:
-    """Plan, observe, score, select for a prompt with probabilities [HQ, T, T]."""
+    """Plan, observe, score, select for a prompt with probabilities [HQ, T, T].
+
+    features: fp32 [1, HK, T] of each one that the policy asks for. Not for ragged policies.
+    """
     tokens = probabilities.shape[-1]
     model = shape(num_layers, probabilities.shape[0], num_kv_heads)
     plan = policy.plan(model, tokens, budget)[layer]
@@ -139,7 +174,9 @@ def prefill(
         return Row(policy, plan, layer, positions, state)
     lengths = torch.full((1, num_kv_heads), tokens, dtype=torch.int32)
     recent = torch.tensor([min(plan.recent, tokens)], dtype=torch.int32)
-    stats = Stats(sums, state if policy.stateful else None, positions, lengths, recent)
+    asked = policy.features(layer, "prefill")
+    answers = {one: features(one) if features else torch.ones(positions.shape) for one in asked}
+    stats = Stats(sums, state if policy.stateful else None, positions, lengths, recent, answers)
     scores = policy.score(layer, stats)
     keep = torch.full_like(lengths, plan.budget)
     safe = protected(positions, plan, tokens)
