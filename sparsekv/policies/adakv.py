@@ -113,9 +113,8 @@ class AdaKV(Wrapper):
         base = equal_shares(left, available)
         scores = torch.where(scores > _LOWEST, scores, _LOWEST)  # NaN and -inf, too
         if self.normalise:
-            scores = scores * self._concentration(
-                scores, free, topk(scores, safe + base, protected)
-            )
+            best = topk(scores, (safe + base).int(), protected)
+            scores = scores * self._concentration(scores, free, best)
         floor = exact(self.floor)
         if self.mode == "mix":
             f = pooled_counts(scores, free, left, topk)
