@@ -134,8 +134,12 @@ def _queries(q: Tensor, part: Part) -> Queries:
 def _positions(part: Part, device: torch.device) -> Tensor:
     """Positions of the tokens of a part, int32 [B, T]; padding sits at -1."""
     rows = part.on(device)
-    rank = torch.arange(part.tokens, dtype=torch.int32, device=device) - rows.pad[:, None]
-    return torch.where(rank >= 0, rank + rows.before[:, None], -1)
+
+    def positions() -> Tensor:
+        rank = torch.arange(part.tokens, dtype=torch.int32, device=device) - rows.pad[:, None]
+        return torch.where(rank >= 0, rank + rows.before[:, None], -1)
+
+    return part.once(("positions", device), positions)
 
 
 def _position_order(store: PagedKVCache, local: int) -> tuple[Tensor, Tensor]:
@@ -182,7 +186,7 @@ class _Asked:
         self.state, self.layer, self.queries = state, layer, queries
         self.remembered = state.queries.pop(layer, None)
         rows, before = part.on(queries.q.device), state.moments.pop(layer, {})
-        seen = rows.before + rows.used
+        seen = part.once(("seen", queries.q.device), lambda: rows.before + rows.used)
         self.moments = PromptMoments(queries, seen, before, state.parts.rotary)
         self.source = Source(
             keys, pads, scores, self.last, self.moments.ahead,
