@@ -232,21 +232,22 @@ def peak_bytes(run):
 
 @pytest.mark.parametrize("feature", [*ALL, GroupMaxWindow(rows=32)], ids=repr)
 def test_128k_tokens_of_an_8b_layer_take_less_than_64_mb(feature):
-    """8 KV heads of 4 query heads, D = 128. Measured at two lengths of several tiles: what is
-    taken is a constant and so many bytes a token, so the line through them reaches 131072. Moments
-    and scores are measured each by itself, for the larger of two lines is no line.
+    """8 KV heads of 4 query heads, D = 128, in two rows. Measured at two lengths of several tiles:
+    what is taken is a constant and so many bytes a token, so the line through them reaches 131072.
+    Moments and scores are measured each by itself, for the larger of two lines is no line.
     """
 
     def measured(tokens):
-        k = torch.randn(1, 8, tokens, 128).bfloat16()
-        q = torch.randn(1, 32, tokens, 128).bfloat16()
-        position = torch.arange(tokens, dtype=torch.int32)[None]
-        held = torch.tensor([tokens], dtype=torch.int32)
+        tokens //= 2  # a row, laid out as models make them
+        k = torch.randn(2, tokens, 8, 128).bfloat16().transpose(1, 2)
+        q = torch.randn(2, tokens, 32, 128).bfloat16().transpose(1, 2)
+        position = torch.arange(tokens, dtype=torch.int32).expand(2, -1)
+        held = torch.tensor([tokens] * 2, dtype=torch.int32)
         rotary = Rotary(10000.0 ** (-torch.arange(64) / 64))
         moments = PromptMoments(Queries(q, position, held), held, {}, rotary)
         source = Source(
             Keys(k, k, position[:, None].expand(-1, 8, -1), held[:, None].expand(-1, 8)),
-            np.zeros(1, dtype=int), Scores(128**-0.5),
+            np.zeros(2, dtype=int), Scores(128**-0.5),
             lambda rows: Queries(q[:, :, -rows:], position[:, -rows:], held.clamp_max(rows)),
             moments.ahead, lambda: torch.empty(0),
         )  # fmt: skip
