@@ -19,6 +19,7 @@ from sparsekv.kernels._noise import (
     fold_reference,
     gumbel2,
     gumbel_reference,
+    log2_normal,
     stream,
     uniform,
     uniform_reference,
@@ -36,6 +37,12 @@ def _draw_kernel(hashes, words, u, zeta2, key, N: tl.constexpr):
     tl.store(hashes + offs, h.to(tl.int32, bitcast=True))
     tl.store(u + offs, uniform(h))
     tl.store(zeta2 + offs, gumbel2(h))
+
+
+@triton.jit
+def _log2_kernel(x, y, N: tl.constexpr):
+    offs = tl.arange(0, N)
+    tl.store(y + offs, log2_normal(tl.load(x + offs)))
 
 
 def draw(words: Tensor, key: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -86,6 +93,17 @@ def test_u_is_never_0_or_1() -> None:
         assert -2.9 < zeta < 16.7
     extremes = gumbel_reference(torch.tensor([0, TOP], dtype=torch.int32))
     assert extremes.isfinite().all() and float(extremes[1]) == pytest.approx(16.6355, abs=1e-3)
+
+
+def test_log2_is_relatively_exact_near_1() -> None:
+    """Noise is largest where u is nearly 1 and its logarithm nearly 0."""
+    near = 1 + torch.tensor([-1, 1], dtype=torch.float64)[:, None] * 2.0 ** -torch.arange(1, 23)
+    x = torch.cat([near.flatten(), 2.0 ** torch.linspace(-126, 127, 211, dtype=torch.float64)])
+    x = torch.cat([x, torch.tensor([1 - 2.0**-24], dtype=torch.float64)]).float().to(DEVICE)
+    assert len(x) == 256
+    y = torch.empty_like(x)
+    _log2_kernel[(1,)](x, y, N=256)
+    torch.testing.assert_close(y.double(), x.double().log2(), rtol=4e-7, atol=0)
 
 
 def test_it_is_gumbel_noise() -> None:
