@@ -1,4 +1,4 @@
-"""Counter-based noise: a number is a function of what it is for, so runs repeat and nothing is kept.
+"""Counter-based noise: a number is a function of what it is for; runs repeat, no state is kept.
 
     h(a, b, ..)  = fold(.. fold(fold(0, a), b) ..)        fold(h, v) = mix(h + 0x9E3779B9 (v + 1))
     u            = (floor(h / 2^9) + 1/2) / 2^23          uniform, in (0, 1): exact in fp32
@@ -13,7 +13,6 @@ The jit functions and the torch ones below give the same bits up to u; logarithm
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
