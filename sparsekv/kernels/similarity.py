@@ -49,8 +49,7 @@ _16_BIT = ("sm80", "sm89", "sm90", "sm100", "sm120", "gfx942")
 _CONFIG: dict[tuple[str, int], _Tiles] = {
     **{(a, d): _Tiles(64, 64, 4) for a in _16_BIT for d in _UP_TO_128},
     **{(a, 256): _Tiles(64, 32, 4) for a in _16_BIT},
-    **{("fp32", d): _Tiles(16, 16, 8) for d in _UP_TO_128},
-    ("fp32", 256): _Tiles(16, 16, 16),
+    **{("fp32", d): _Tiles(16, 16, 4) for d in (*_UP_TO_128, 256)},
     **{("cpu", d): _Tiles(16, 32, 4) for d in (*_UP_TO_128, 256)},
 }
 _CHUNK_ELEMENTS = 1 << 22  # numbers held at a time: 16 MB in fp32
@@ -77,12 +76,14 @@ def _nearest_duplicate_kernel(
     offs_d = tl.arange(0, BLOCK_D)
     row_ok, dim_ok = offs_m < n, offs_d < HEAD_DIM
     row_ptrs = k + offs_m.to(tl.int64)[:, None] * stride_kt + offs_d[None, :]
-    mine = tl.load(row_ptrs, mask=row_ok[:, None] & dim_ok[None, :], other=0.0)  # [BM, BD]
     my_inverse = tl.load(inverse + offs_m, mask=row_ok, other=0.0)
 
     best = tl.where(row_ok, -1, 0)  # rows out of range wait for nothing
+    best_cos = tl.zeros([BLOCK_M], tl.float32)
     start = (tl.cdiv(n, BLOCK_N) - 1) * BLOCK_N
     while (start >= 0) & (tl.min(best, 0) < 0):
+        # Loaded again each time: fp32 rows held over the loop would not fit the registers.
+        mine = tl.load(row_ptrs, mask=row_ok[:, None] & dim_ok[None, :], other=0.0)  # [BM, BD]
         j = start + offs_n
         key_ok = j < n
         kt_ptrs = k + j.to(tl.int64)[None, :] * stride_kt + offs_d[:, None]
@@ -90,18 +91,16 @@ def _nearest_duplicate_kernel(
         scale = tl.load(inverse + j, mask=key_ok, other=0.0)
         cos = tl.dot(mine, kt, input_precision="ieee") * my_inverse[:, None] * scale[None, :]
         near = (cos > threshold) & (offs_m[:, None] != j[None, :]) & key_ok[None, :]
-        found = tl.max(tl.where(near, j[None, :], -1), 1)  # [BM]
+        found = tl.max(tl.where(near, j[None, :], -1), 1)  # [BLOCK_M]
+        found_cos = tl.sum(tl.where(j[None, :] == found[:, None], cos, 0.0), 1)
+        best_cos = tl.where(best < 0, found_cos, best_cos)
         best = tl.where(best < 0, found, best)
         start -= BLOCK_N
 
     found = row_ok & (best >= 0)
-    other_ptrs = k + best.to(tl.int64)[:, None] * stride_kt + offs_d[None, :]
-    other = tl.load(other_ptrs, mask=found[:, None] & dim_ok[None, :], other=0.0)
-    dots = tl.sum(mine.to(tl.float32) * other.to(tl.float32), 1)
-    cos = dots * my_inverse * tl.load(inverse + best, mask=found, other=0.0)
     out = group * slots + offs_m
     tl.store(last + out, tl.where(found, best, -1), mask=offs_m < slots)
-    tl.store(cosine + out, tl.where(found, cos, 0.0), mask=offs_m < slots)
+    tl.store(cosine + out, tl.where(found, best_cos, 0.0), mask=offs_m < slots)
 
 
 def nearest_duplicate_triton(
