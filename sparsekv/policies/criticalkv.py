@@ -82,7 +82,8 @@ class CriticalKV(Wrapper):
         return self.scorer.ragged
 
     def features(self, layer: int, phase: Phase) -> tuple[Feature, ...]:
-        return (*self.scorer.features(layer, phase), ProjectedValueNorm())
+        own = (ProjectedValueNorm(),) if phase == "prefill" else ()
+        return (*self.scorer.features(layer, phase), *own)
 
     def select(
         self,

@@ -63,6 +63,8 @@ class Expected(Policy):
         return (LayerPlan(budget, sinks=min(self.sinks, budget - 1)),) * shape.num_layers
 
     def features(self, layer: int, phase: Phase) -> tuple[Feature, ...]:
+        if phase == "decode":
+            return ()
         return (self._probability, ValueNorm()) if self.value_norm else (self._probability,)
 
     def score(self, layer: int, stats: Stats) -> Tensor:

@@ -40,7 +40,7 @@ class Knorm(Policy):
         return (LayerPlan(budget),) * shape.num_layers
 
     def features(self, layer: int, phase: Phase) -> tuple[Feature, ...]:
-        return (KeyNorm(),)
+        return (KeyNorm(),) if phase == "prefill" else ()
 
     def score(self, layer: int, stats: Stats) -> Tensor:
         return -stats.features[KeyNorm()]
