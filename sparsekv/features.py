@@ -81,7 +81,7 @@ def compute(feature: Feature, source: Source) -> Tensor:
     if type(feature) not in _ANSWERS:
         known = ", ".join(cls.__name__ for cls in _ANSWERS)
         raise ValueError(f"expected a feature of {known}, got {feature!r}")
-    return _ANSWERS[type(feature)](feature, source)
+    return _ANSWERS[type(feature)](feature, source).float()
 
 
 def _tiles(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
