@@ -24,6 +24,7 @@ def decode(
         state.log[layer].append((part, q, k, v, scores))
         store.ensure(np.array([local]), np.ones_like(store.lens[:1]), state.rewrites[[layer]])
     state.queries.pop(layer, None)
+    state.moments.pop(layer, None)
     _append_token(state, layer, part, k, v)
     shift_sinks(state, layer, part)
     ordinal = state.ordinal.get(layer)

@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 
 from sparsekv.cache.paged import PagedKVCache
+from sparsekv.features import Source, compute
 from sparsekv.headwise import Keys, Queries, Scores, headwise_attention, headwise_columns
 from sparsekv.kernels.column_scores import column_scores
 from sparsekv.kernels.prefill import prefill_attention
+from sparsekv.moments import PromptMoments
 from sparsekv.policies.base import Need
+from sparsekv.policies.features import ExpectedProbability, Feature, GroupMaxWindow
 from sparsekv.selection import Candidates, Kept, choose
 from sparsekv.sinks import shift_sinks
 from sparsekv.state import SparseState
@@ -56,8 +59,12 @@ def prefill(
         return Candidates(positions.expand(batch, heads, -1), held, host, None)
 
     candidates = part.once(("fresh", k.device, heads), fresh)
-    _write_kept(state, layer, part, k, v, choose(state, layer, candidates, columns_of))
-    _remember_queries(state, layer, _queries(q, part))
+    queries = _queries(q, part)
+    keys = Keys(k, v, queries.positions[:, None].expand(-1, heads, -1), candidates.held)
+    asked = _Asked(state, layer, part, queries, keys, scores, part.tokens - part.lengths)
+    kept = choose(state, layer, candidates, columns_of, asked.feature)
+    _write_kept(state, layer, part, k, v, kept)
+    asked.remember()
     return out.unflatten(0, (batch, part.tokens))
 
 
@@ -88,12 +95,12 @@ def chunk(
     keys = Keys(*store.gather(local, order), positions, store.seqlens[local])
     queries = _queries(q, part)
     out, lse = headwise_attention(queries, keys, scores, window)
-    remembered = state.queries.pop(layer, None)
+    asked = _Asked(state, layer, part, queries, keys, scores, np.zeros_like(part.lengths))
 
     def columns_of(need: Need) -> Tensor:
         if need.rows is None:
             return headwise_columns(queries, keys, lse, need, scores, window)
-        last = _observation_window(queries, remembered, need.rows)
+        last = asked.last(need.rows)
         last_lse = headwise_attention(last, keys, scores, window)[1]
         return headwise_columns(last, keys, last_lse, need, scores, window)
 
@@ -102,8 +109,8 @@ def chunk(
         slot_scores = store.view(local, "scores").gather(-1, order)
     host = store.lens[local]
     candidates = Candidates(positions, keys.held, host, slot_scores)
-    _drop(store, local, order, choose(state, layer, candidates, columns_of))
-    _remember_queries(state, layer, queries, remembered)
+    _drop(store, local, order, choose(state, layer, candidates, columns_of, asked.feature))
+    asked.remember()
     return out
 
 
@@ -127,8 +134,12 @@ def _queries(q: Tensor, part: Part) -> Queries:
 def _positions(part: Part, device: torch.device) -> Tensor:
     """Positions of the tokens of a part, int32 [B, T]; padding sits at -1."""
     rows = part.on(device)
-    rank = torch.arange(part.tokens, dtype=torch.int32, device=device) - rows.pad[:, None]
-    return torch.where(rank >= 0, rank + rows.before[:, None], -1)
+
+    def positions() -> Tensor:
+        rank = torch.arange(part.tokens, dtype=torch.int32, device=device) - rows.pad[:, None]
+        return torch.where(rank >= 0, rank + rows.before[:, None], -1)
+
+    return part.once(("positions", device), positions)
 
 
 def _position_order(store: PagedKVCache, local: int) -> tuple[Tensor, Tensor]:
@@ -156,18 +167,58 @@ def _drop(store: PagedKVCache, local: int, order: Tensor, kept: Kept) -> None:
     store.trim(local)
 
 
-def _remember_queries(
-    state: SparseState,
-    layer: int,
-    queries: Queries,
-    remembered: tuple[Tensor, Tensor] | None = None,
-) -> None:
-    """Keep the last queries of this forward for a chunk that may follow."""
-    ordinal = state.ordinal.get(layer)
-    need = None if ordinal is None else state.policy.needs(ordinal, "prefill")
-    if state.keep_queries and need is not None and need.rows is not None:
-        last = _observation_window(queries, remembered, need.rows)
-        state.queries[layer] = (last.q, last.positions)
+class _Asked:
+    """What a policy asks about the keys of one layer in one forward, answered on demand.
+
+    pads: int [B] columns before the first key of each row.
+    """
+
+    def __init__(
+        self,
+        state: SparseState,
+        layer: int,
+        part: Part,
+        queries: Queries,
+        keys: Keys,
+        scores: Scores,
+        pads: np.ndarray,
+    ) -> None:
+        self.state, self.layer, self.queries = state, layer, queries
+        self.remembered = state.queries.pop(layer, None)
+        rows, before = part.on(queries.q.device), state.moments.pop(layer, {})
+        seen = part.once(("seen", queries.q.device), lambda: rows.before + rows.used)
+        self.moments = PromptMoments(queries, seen, before, state.parts.rotary)
+        self.source = Source(
+            keys, pads, scores, self.last, self.moments.ahead,
+            lambda: state.parts.projections[layer],
+        )  # fmt: skip
+
+    def last(self, rows: int) -> Queries:
+        """The last `rows` queries, those of earlier forwards included."""
+        return _observation_window(self.queries, self.remembered, rows)
+
+    def feature(self, feature: Feature) -> Tensor:
+        """fp32 [B, HK, S] by rank."""
+        return compute(feature, self.source)
+
+    def remember(self) -> None:
+        """Keep last queries and moments for a chunk that may follow."""
+        state, layer = self.state, self.layer
+        ordinal = state.ordinal.get(layer)
+        if ordinal is None or not state.keep_queries:
+            return
+        need = state.policy.needs(ordinal, "prefill")
+        features = state.policy.features(ordinal, "prefill")
+        rows = [need.rows] if need is not None and need.rows is not None else []
+        rows += [feature.rows for feature in features if isinstance(feature, GroupMaxWindow)]
+        if rows:
+            last = self.last(max(rows))
+            state.queries[layer] = (last.q, last.positions)
+        for feature in features:
+            if isinstance(feature, ExpectedProbability):
+                self.moments.of(feature)
+        if self.moments.made:
+            state.moments[layer] = self.moments.made
 
 
 def _observation_window(

@@ -13,6 +13,7 @@ from sparsekv.cache.pages import upload
 from sparsekv.kernels.topk import select_topk
 from sparsekv.plan import Limits
 from sparsekv.policies.base import Need, Selection, Stats, TopK
+from sparsekv.policies.features import Feature
 from sparsekv.state import SparseState
 
 
@@ -60,16 +61,22 @@ class Kept:
 
 
 def choose(
-    state: SparseState, layer: int, keys: Candidates, columns_of: Callable[[Need], Tensor]
+    state: SparseState,
+    layer: int,
+    keys: Candidates,
+    columns_of: Callable[[Need], Tensor],
+    feature_of: Callable[[Feature], Tensor],
 ) -> Kept:
-    """Let the policy see the statistic it asked for and decide which of `keys` stay.
+    """Let the policy see what it asked for and decide which of `keys` stay.
 
-    columns_of(need) -> fp32 [B, HK, S] computes a statistic; it is not called if nobody needs it.
+    columns_of(need) and feature_of(feature) -> fp32 [B, HK, S] are called only if somebody needs
+    the answer: features when something must go, a statistic then or by a stateful policy.
     """
     assert state.limits is not None
     policy, ordinal = state.policy, state.ordinal.get(layer)
-    host = np.minimum(state.limits.keep[layer][:, None], keys.host)
-    drop = bool((host < keys.host).any())
+    pooled = policy.ragged and ordinal is not None
+    host = _keep(state.limits, layer, keys.host, pooled)
+    drop = bool((host.sum(-1) < keys.host.sum(-1)).any())
     need = None if ordinal is None else policy.needs(ordinal, "prefill")
     if state.deferred and need is not None and need.rows is not None:
         need = None  # the observation window is the end of the prompt, which is still to come
@@ -79,20 +86,32 @@ def choose(
         old = torch.zeros_like(columns) if slot_scores is None else slot_scores
         slot_scores = policy.observe(ordinal, "prefill", old, columns, keys.positions).float()
     if not drop:
-        return Kept(_newest(keys, keys.held), host, slot_scores, True)
+        return Kept(_newest(keys, keys.held), keys.host, slot_scores, True)
     keep = keys.counts(host)
     if ordinal is None:  # a sliding layer: the newest window - 1
         return Kept(_newest(keys, keep), host, slot_scores, False)
     _, _, recent = state.limits.on(keys.held.device, layer)
-    stats = Stats(columns, slot_scores, keys.positions, keys.held, recent)
+    features = {feature: feature_of(feature) for feature in policy.features(ordinal, "prefill")}
+    stats = Stats(columns, slot_scores, keys.positions, keys.held, recent, features)
     scores = policy.score(ordinal, stats).float()
     width = None if policy.ragged else int(host.max())
     selection = policy.select(
-        scores, keep, keys.protected(state.limits, layer), _per_head_topk(keys.held, width)
-    )
+        scores, keep, keys.protected(state.limits, layer), _topk(keys.held, width),
+        layer=ordinal, stats=stats,
+    )  # fmt: skip
     if policy.ragged:
         host = selection.count.cpu().numpy()
     return Kept(selection, host, slot_scores, False)
+
+
+def _keep(limits: Limits, layer: int, held: np.ndarray, pooled: bool) -> np.ndarray:
+    """Keys that heads may keep of `held` int [B, HK].
+
+    pooled: the heads of a row share what they may keep, so one may hold more than its own part; the
+    limit is cut to what the row holds only to keep sums small.
+    """
+    limit = limits.keep[layer][:, None]
+    return np.minimum(limit, held.sum(-1, keepdims=True) if pooled else held) + np.zeros_like(held)
 
 
 def _newest(keys: Candidates, keep: Tensor) -> Selection:
@@ -102,12 +121,17 @@ def _newest(keys: Candidates, keep: Tensor) -> Selection:
     return Selection(torch.where(rank < keep[..., None], index, -1).int(), keep)
 
 
-def _per_head_topk(held: Tensor, width: int | None) -> TopK:
-    def topk(scores: Tensor, keep: Tensor, protected: Tensor) -> Selection:
+def _topk(held: Tensor, width: int | None) -> TopK:
+    """Top-k over lists of `held` keys; width bounds how many of one are kept, if that is known."""
+
+    def topk(
+        scores: Tensor, keep: Tensor, protected: Tensor, lengths: Tensor | None = None
+    ) -> Selection:
+        lengths, bound = (held, width) if lengths is None else (lengths, None)
         index, count = select_topk(
-            scores.flatten(0, 1), held.flatten(), keep.flatten(),
-            protected=protected.flatten(0, 1), max_k=width,
+            scores.flatten(0, 1), lengths.flatten(), keep.flatten(),
+            protected=protected.flatten(0, 1), max_k=bound,
         )  # fmt: skip
-        return Selection(index.unflatten(0, held.shape), count.view(held.shape))
+        return Selection(index.unflatten(0, keep.shape), count.view(keep.shape))
 
     return topk

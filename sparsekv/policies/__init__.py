@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from sparsekv.policies.adakv import AdaKV
 from sparsekv.policies.base import (
+    Gumbel,
     LayerPlan,
     ModelShape,
     Need,
@@ -16,15 +18,36 @@ from sparsekv.policies.base import (
     TopK,
 )
 from sparsekv.policies.budgets import resolve_budget
+from sparsekv.policies.chunked import Chunked
+from sparsekv.policies.criticalkv import CriticalKV
+from sparsekv.policies.expected import Expected
 from sparsekv.policies.full import Full
 from sparsekv.policies.h2o import H2O
+from sparsekv.policies.knorm import Knorm
 from sparsekv.policies.layersplit import LayerSplit
 from sparsekv.policies.pyramid import Pyramid
+from sparsekv.policies.random import Random
 from sparsekv.policies.snapkv import SnapKV
 from sparsekv.policies.streaming import Streaming
 
 POLICIES: Mapping[str, type[Policy]] = MappingProxyType(
-    {policy.name: policy for policy in (Full, Streaming, H2O, SnapKV, Pyramid, LayerSplit)}
+    {
+        policy.name: policy
+        for policy in (
+            Full,
+            Streaming,
+            H2O,
+            SnapKV,
+            Pyramid,
+            LayerSplit,
+            AdaKV,
+            CriticalKV,
+            Chunked,
+            Expected,
+            Knorm,
+            Random,
+        )
+    }
 )
 
 
@@ -40,7 +63,13 @@ def get_policy(policy: str | Policy) -> Policy:
 __all__ = [
     "H2O",
     "POLICIES",
+    "AdaKV",
+    "Chunked",
+    "CriticalKV",
+    "Expected",
     "Full",
+    "Gumbel",
+    "Knorm",
     "LayerPlan",
     "LayerSplit",
     "ModelShape",
@@ -48,6 +77,7 @@ __all__ = [
     "Phase",
     "Policy",
     "Pyramid",
+    "Random",
     "Selection",
     "SnapKV",
     "Stats",

@@ -18,7 +18,16 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 import sparsekv
-from sparsekv.policies import H2O, LayerSplit, Pyramid, SnapKV
+from sparsekv.policies import (
+    H2O,
+    AdaKV,
+    CriticalKV,
+    Expected,
+    Knorm,
+    LayerSplit,
+    Pyramid,
+    SnapKV,
+)
 
 POLICIES = {
     "full": "full",
@@ -26,7 +35,13 @@ POLICIES = {
     "h2o": H2O(),
     "pyramid": Pyramid(window=4, beta=4),
     "layersplit": LayerSplit(full_layers=1, window_rows=8),
+    "knorm": Knorm(),
+    "expected": Expected(),
+    "criticalkv": CriticalKV(SnapKV(window=8)),
+    "adakv": AdaKV(SnapKV(window=8)),
 }
+# Every rank shares the budget of a layer among its own heads.
+BY_RANK = ("adakv",)
 BUDGET, NEW = 24, 8
 
 
@@ -46,10 +61,10 @@ def observe(model: PreTrainedModel) -> dict[str, Any]:
     return seen
 
 
-def refusal(model: PreTrainedModel) -> dict[str, Any]:
-    """What `patch` says to a model whose KV heads do not divide."""
+def refusal(model: PreTrainedModel, policy: str = "snapkv") -> dict[str, Any]:
+    """What `patch` says to a model whose KV heads do not divide, or to a policy."""
     try:
-        sparsekv.patch(model, "snapkv", BUDGET)
+        sparsekv.patch(model, policy, BUDGET)
     except ValueError as error:
         return {"error": str(error), "attention": model.config._attn_implementation}
     return {"error": None}
@@ -62,7 +77,9 @@ def main(folder: Path) -> None:
         config = DistributedConfig(tp_size=int(os.environ["WORLD_SIZE"]))
         return AutoModelForCausalLM.from_pretrained(folder / name, distributed_config=config).eval()
 
-    seen = {"even": observe(load("even")), "uneven": refusal(load("uneven"))}
+    even = load("even")
+    seen = {"even": observe(even), "together": refusal(even, "chunked")}
+    seen["uneven"] = refusal(load("uneven"))
     (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(seen))
     torch.distributed.destroy_process_group()
 

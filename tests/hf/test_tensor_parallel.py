@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from rig import tiny_llama
-from tensor_parallel_worker import POLICIES, observe
+from tensor_parallel_worker import BUDGET, BY_RANK, NEW, POLICIES, observe
 
 HERE = Path(__file__).parent
 WORKER = HERE / "tensor_parallel_worker.py"
@@ -66,7 +66,7 @@ def single() -> dict[str, Any]:
     return observe(tiny_llama(**HEADS))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name not in BY_RANK])
 def test_ranks_equal_single_process(
     policy: str, ranks: list[dict[str, Any]], single: dict[str, Any]
 ) -> None:
@@ -83,6 +83,24 @@ def test_ranks_equal_single_process(
             assert [len(shard) for shard in shards] == [2, 2]
             assert shards[0] + shards[1] == heads, (row, layer)
     assert [rank["pages"] for rank in got] == [want["pages"] // 2] * 2
+
+
+@pytest.mark.parametrize("policy", BY_RANK)
+def test_ranks_that_share_among_their_own_heads(policy: str, ranks: list[dict[str, Any]]) -> None:
+    """The same tokens on every rank, and the planned total in each layer of each."""
+    got = [rank["even"][policy] for rank in ranks]
+    assert got[0]["tokens"] == got[1]["tokens"]
+    for rank in got:
+        for layers in rank["kept"]:
+            totals = [sum(map(len, heads)) for heads in layers]
+            assert totals == [2 * (BUDGET + NEW - 1)] * 3
+
+
+def test_heads_that_decide_together_are_refused(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["together"]["error"].startswith(
+            "expected a model on one device for policy 'chunked', whose heads of a layer decide"
+        )
 
 
 def test_heads_that_do_not_divide(ranks: list[dict[str, Any]]) -> None:

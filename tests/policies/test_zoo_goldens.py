@@ -50,7 +50,7 @@ def held(name, budget, kv_heads=1, **fields):
     policy = POLICIES[name](**fields)
     row = prefill(
         policy, ROWS, budget, num_kv_heads=kv_heads,
-        tables=lambda feature: table(feature, kv_heads),
+        features=lambda feature: table(feature, kv_heads),
     )  # fmt: skip
     return row.kept()
 
@@ -117,6 +117,6 @@ def test_wrappers_over_each_other():
         pytest.skip("sparsekv.POLICIES has not both wrappers yet")
     ada = POLICIES["adakv"](scorer=SNAP)
     both = POLICIES["criticalkv"](scorer=ada, first_share=1.0)
-    row = prefill(both, ROWS, 4, num_kv_heads=2, tables=lambda feature: table(feature, 2))
+    row = prefill(both, ROWS, 4, num_kv_heads=2, features=lambda feature: table(feature, 2))
     assert row.kept() == [[2, 6, 7], [2, 3, 5, 6, 7]]
     assert replace(both) == both
