@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from sparsekv.policies.base import (
+    HeadPlan,
     LayerPlan,
     ModelShape,
     Need,
@@ -41,6 +42,7 @@ __all__ = [
     "H2O",
     "POLICIES",
     "Full",
+    "HeadPlan",
     "LayerPlan",
     "LayerSplit",
     "ModelShape",
