@@ -224,9 +224,9 @@ def evict_slot(
     k_pages, v_pages [N,P,D]; positions int32 [N,P]; scores fp32 [N,P]; block_table int32
     [B,HK,maxP]; cache_seqlens int32 [B,HK], updated in place. current: int32 [B], position of
     the step's token; budget, sinks, recent: int32 [B,HK], contiguous. probs fp32
-    [B,HK,>= maxP * P] by slot. k_scales, v_scales: fp32 [N,P] of quantised pages, they move with a slot.
-    Returns the slot to write, int32 [B,HK], for "replace", else None. No page may belong to two
-    heads. Raises ValueError on shapes, dtypes or actions that do not fit.
+    [B,HK,>= maxP * P] by slot. k_scales, v_scales: fp32 [N,P] of quantised pages, they move with a
+    slot. Returns the slot to write, int32 [B,HK], for "replace", else None. No page may belong to
+    two heads. Raises ValueError on shapes, dtypes or actions that do not fit.
     """
     run = evict_slot_triton if k_pages.is_cuda else evict_slot_reference
     return run(
