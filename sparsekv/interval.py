@@ -12,8 +12,8 @@ import numpy as np
 from torch import Tensor
 
 from sparsekv.cache.pages import upload
+from sparsekv.held import HeldKeys, drop
 from sparsekv.policies.base import Need
-from sparsekv.prompt import Keyed, drop
 from sparsekv.selection import Candidates, choose
 from sparsekv.state import SparseState
 from sparsekv.step import Part
@@ -54,12 +54,12 @@ def compress(state: SparseState, layer: int, seen: np.ndarray) -> None:
     store, local = state.store(layer)
     if not state.steady:  # it writes slots that a fork may share
         store.ensure(np.array([local]), np.zeros_like(store.lens[:1]), np.array([True]))
-    held = Keyed.of(store, local)
+    held = HeldKeys.of(store, local)
     ring = state.rings[layer]
     newest = upload((seen - 1).astype(np.int32), held.keys.held.device)
 
     def columns_of(need: Need) -> Tensor:
-        return held.columns(ring.read(newest), need, ring.scores)
+        return held.columns(ring.read(newest), need, ring.scores, None)
 
     candidates = Candidates(held.keys.positions, held.keys.held, store.lens[local], None)
     kept = choose(state, layer, candidates, columns_of, "decode")

@@ -18,6 +18,8 @@ from sparsekv.policies.budgets import resolve_budget
 
 # A budget that nothing reaches: layers that keep everything.
 UNLIMITED = np.iinfo(np.int32).max
+# Decode modes in which a step by itself writes slots that exist, and holds its budget.
+EVICTING = ("replace", "evict")
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,10 @@ def make_limits(
     most, keep, low, sinks, recent = grid.transpose(3, 1, 0, 2)  # each [L, B, HK]
     sliding = np.array([[[spec.window is not None]] for spec in layers], dtype=np.int32)
     longest = plans[int(tokens.max())]
+    if policy.stateful and any(plan.decode == "interval" for plan in longest):
+        raise ValueError(
+            f"expected a policy without a score per slot for decode='interval', got {policy.name!r}"
+        )
     return Limits(most, keep - sliding, low, sinks, recent, [plan.decode for plan in longest])
 
 

@@ -14,16 +14,24 @@ import torch
 from torch import Tensor
 
 from sparsekv.cache.paged import PagedKVCache
-from sparsekv.headwise import Keys, Queries, Scores, headwise_attention, headwise_columns
+from sparsekv.headwise import (
+    Queries,
+    Scores,
+    headwise_attention,
+    headwise_columns,
+    uniform_share,
+)
+from sparsekv.held import HeldKeys, drop
 from sparsekv.kernels.column_scores import column_scores
 from sparsekv.kernels.prefill import prefill_attention
 from sparsekv.policies.base import Need
+from sparsekv.ring import QueryRing, ring_rows
 from sparsekv.selection import Candidates, Kept, choose
 from sparsekv.sinks import shift_sinks
 from sparsekv.state import SparseState
 from sparsekv.step import Part
 
-_LAST = torch.iinfo(torch.int32).max
+Remembered = tuple[Tensor, Tensor] | None  # queries and their positions
 
 
 def prefill(
@@ -44,9 +52,11 @@ def prefill(
     out, lse = prefill_attention(flat_q, flat_k, flat_v, *lengths, sinks=scores.sinks, **geometry)
 
     def columns_of(need: Need) -> Tensor:
+        seen = _positions(part, q.device) + 1 if need.statistic == "count" else None
         return column_scores(
             flat_q, flat_k, lse, *lengths,
-            rows=need.rows, statistic=need.statistic, group=need.group, **geometry,
+            rows=need.rows, statistic=need.statistic, group=need.group,
+            log_threshold=None if seen is None else uniform_share(seen).flatten(), **geometry,
         ).expand(-1, heads, -1)  # fmt: skip
 
     def fresh() -> Candidates:
@@ -57,7 +67,7 @@ def prefill(
 
     candidates = part.once(("fresh", k.device, heads), fresh)
     _write_kept(state, layer, part, k, v, choose(state, layer, candidates, columns_of))
-    _remember_queries(state, layer, _queries(q, part))
+    _remember_queries(state, layer, part, _queries(q, part), scores)
     return out.unflatten(0, (batch, part.tokens))
 
 
@@ -84,26 +94,22 @@ def chunk(
     store, local = state.store(layer)
     _append_chunk(store, local, part, k, v)
     shift_sinks(state, layer, part)
-    order, positions = _position_order(store, local)
-    keys = Keys(*store.gather(local, order), positions, store.seqlens[local])
-    queries = _queries(q, part)
-    out, lse = headwise_attention(queries, keys, scores, window)
-    remembered = state.queries.pop(layer, None)
+    held, queries = HeldKeys.of(store, local), _queries(q, part)
+    out, lse = headwise_attention(queries, held.keys, scores, window)
+    remembered = _remembered(state, layer, part)
 
     def columns_of(need: Need) -> Tensor:
         if need.rows is None:
-            return headwise_columns(queries, keys, lse, need, scores, window)
+            return headwise_columns(queries, held.keys, lse, need, scores, window)
         last = _observation_window(queries, remembered, need.rows)
-        last_lse = headwise_attention(last, keys, scores, window)[1]
-        return headwise_columns(last, keys, last_lse, need, scores, window)
+        return held.columns(last, need, scores, window)
 
     slot_scores = None
     if state.policy.stateful and layer in state.ordinal:
-        slot_scores = store.view(local, "scores").gather(-1, order)
-    host = store.lens[local]
-    candidates = Candidates(positions, keys.held, host, slot_scores)
-    _drop(store, local, order, choose(state, layer, candidates, columns_of))
-    _remember_queries(state, layer, queries, remembered)
+        slot_scores = store.view(local, "scores").gather(-1, held.order)
+    candidates = Candidates(held.keys.positions, held.keys.held, store.lens[local], slot_scores)
+    drop(store, local, held.order, choose(state, layer, candidates, columns_of))
+    _remember_queries(state, layer, part, queries, scores, remembered)
     return out
 
 
@@ -131,54 +137,47 @@ def _positions(part: Part, device: torch.device) -> Tensor:
     return torch.where(rank >= 0, rank + rows.before[:, None], -1)
 
 
-def _position_order(store: PagedKVCache, local: int) -> tuple[Tensor, Tensor]:
-    """Slots in ascending position, int64 [B, HK, S], and those positions; free slots come last."""
-    positions = store.view(local, "positions")
-    slot = torch.arange(positions.shape[-1], device=positions.device)
-    in_use = slot < store.seqlens[local][..., None]
-    ordered, order = torch.where(in_use, positions, _LAST).sort(dim=-1)
-    width = int(store.lens[local].max())
-    return order[..., :width], ordered[..., :width]
-
-
-def _drop(store: PagedKVCache, local: int, order: Tensor, kept: Kept) -> None:
-    """Write scores back and compact the layer to `kept`, whose indices run along `order`."""
-    if kept.slot_scores is not None:
-        by_slot = store.view(local, "scores").scatter(-1, order, kept.slot_scores)
-        store.store_scores(local, by_slot)
-    if kept.everything:
-        return
-    index = kept.selection.index
-    slots = order.gather(-1, index.clamp_min(0).long())
-    votes = torch.zeros_like(store.view(local, "positions"))
-    votes.scatter_add_(-1, slots, (index >= 0).int())
-    store.compact(local, votes > 0, kept.host)
-    store.trim(local)
+def _remembered(state: SparseState, layer: int, part: Part) -> Remembered:
+    """The last queries before this part, as far as anybody wanted them."""
+    ring = state.rings.pop(layer, None)
+    if ring is None:
+        return state.queries.pop(layer, None)
+    last = ring.read(part.on(ring.q.device).before - 1)
+    return last.q, last.positions
 
 
 def _remember_queries(
     state: SparseState,
     layer: int,
+    part: Part,
     queries: Queries,
-    remembered: tuple[Tensor, Tensor] | None = None,
+    scores: Scores,
+    remembered: Remembered = None,
 ) -> None:
-    """Keep the last queries of this forward for a chunk that may follow."""
+    """Keep the last queries of this forward for a chunk or a compression that may follow."""
     ordinal = state.ordinal.get(layer)
-    need = None if ordinal is None else state.policy.needs(ordinal, "prefill")
-    if state.keep_queries and need is not None and need.rows is not None:
+    if ordinal is None:
+        return
+    assert state.limits is not None
+    if state.deferred or state.limits.mode[layer] == "interval":
+        rows, on = ring_rows(state.policy, ordinal), part.on(queries.q.device)
+        last = _observation_window(queries, remembered, rows)
+        newest = on.before + on.used - 1
+        state.rings[layer] = QueryRing.of(last, rows, newest, scores)
+    need = state.policy.needs(ordinal, "prefill")
+    if layer not in state.rings and state.keep_queries and need is not None and need.rows:
         last = _observation_window(queries, remembered, need.rows)
         state.queries[layer] = (last.q, last.positions)
 
 
-def _observation_window(
-    queries: Queries, remembered: tuple[Tensor, Tensor] | None, rows: int
-) -> Queries:
+def _observation_window(queries: Queries, remembered: Remembered, rows: int) -> Queries:
     """The last `rows` real queries of remembered and new ones; missing ones sit at -1."""
     q, positions = queries.q, queries.positions
     if remembered is not None:
         q = torch.cat([remembered[0], q], dim=2)
         positions = torch.cat([remembered[1], positions], dim=1)
     positions, order = positions.sort(dim=-1, stable=True)
-    order = order[:, None, -rows:, None].expand(-1, q.shape[1], -1, q.shape[-1])
-    positions = positions[:, -rows:]
+    first = max(positions.shape[1] - rows, 0)
+    order = order[:, None, first:, None].expand(-1, q.shape[1], -1, q.shape[-1])
+    positions = positions[:, first:]
     return Queries(q.gather(2, order), positions, (positions >= 0).sum(-1, dtype=torch.int32))

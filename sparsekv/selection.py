@@ -12,7 +12,7 @@ from torch import Tensor
 from sparsekv.cache.pages import upload
 from sparsekv.kernels.topk import select_topk
 from sparsekv.plan import Limits
-from sparsekv.policies.base import Need, Selection, Stats, TopK
+from sparsekv.policies.base import Need, Phase, Selection, Stats, TopK
 from sparsekv.state import SparseState
 
 
@@ -60,24 +60,29 @@ class Kept:
 
 
 def choose(
-    state: SparseState, layer: int, keys: Candidates, columns_of: Callable[[Need], Tensor]
+    state: SparseState,
+    layer: int,
+    keys: Candidates,
+    columns_of: Callable[[Need], Tensor],
+    phase: Phase = "prefill",
 ) -> Kept:
     """Let the policy see the statistic it asked for and decide which of `keys` stay.
 
     columns_of(need) -> fp32 [B, HK, S] computes a statistic; it is not called if nobody needs it.
+    phase: "decode" cuts the heads that decode steps have brought over their budget.
     """
     assert state.limits is not None
     policy, ordinal = state.policy, state.ordinal.get(layer)
-    host = np.minimum(state.limits.keep[layer], keys.host)
+    host = _kept_counts(state.limits, layer, keys.host, phase)
     drop = bool((host < keys.host).any())
-    need = None if ordinal is None else policy.needs(ordinal, "prefill")
+    need = None if ordinal is None else policy.needs(ordinal, phase)
     if state.deferred and need is not None and need.rows is not None:
         need = None  # the observation window is the end of the prompt, which is still to come
     columns = columns_of(need) if need is not None and (policy.stateful or drop) else None
     slot_scores = keys.slot_scores
     if columns is not None and policy.stateful and ordinal is not None:
         old = torch.zeros_like(columns) if slot_scores is None else slot_scores
-        slot_scores = policy.observe(ordinal, "prefill", old, columns, keys.positions).float()
+        slot_scores = policy.observe(ordinal, phase, old, columns, keys.positions).float()
     if not drop:
         return Kept(_newest(keys, keys.held), host, slot_scores, True)
     keep = keys.counts(host)
@@ -94,6 +99,13 @@ def choose(
     if policy.ragged:
         host = selection.count.cpu().numpy()
     return Kept(selection, host, slot_scores, False)
+
+
+def _kept_counts(limits: Limits, layer: int, held: np.ndarray, phase: Phase) -> np.ndarray:
+    """How many of the `held` keys of each head stay, int [B, HK]."""
+    if phase == "decode":
+        return np.where(held > limits.budget[layer], limits.low[layer], held)
+    return np.minimum(limits.keep[layer], held)
 
 
 def _newest(keys: Candidates, keep: Tensor) -> Selection:

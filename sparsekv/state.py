@@ -17,9 +17,10 @@ from sparsekv.cache.paged import PagedKVCache, Snapshot
 from sparsekv.cache.pages import PagePool
 from sparsekv.headwise import Scores
 from sparsekv.kernels._quant import check_kv_dtype
-from sparsekv.plan import LayerSpec, Limits, make_limits
+from sparsekv.plan import EVICTING, LayerSpec, Limits, make_limits
 from sparsekv.policies import Full
 from sparsekv.policies.base import ModelShape, Policy
+from sparsekv.ring import QueryRing
 from sparsekv.rope import SinkShift
 from sparsekv.step import Part, RowTensors, real_lengths
 
@@ -41,6 +42,8 @@ class SparseState:
         tokens: int [B] real tokens of each row so far.
         gaps: (before, pads) of each forward with padding: row b had pads[b] columns of padding
             before its token at position before[b].
+        rings: the last queries of layers that compress between decode steps, see `sparsekv.ring`.
+        capturing: whether the step that runs is being captured: what it does is done again later.
         steady, held_steps: row tensors of decode steps with fixed shapes, and for how many more
             steps pages are found, see `sparsekv.steady`.
         max_columns: columns that a generation may reach, or None if nobody said.
@@ -87,10 +90,12 @@ class SparseState:
         self.true_sinks: dict[int, Tensor] = {}
         self.snapshots: dict[int, Snapshot] = {}
         self.queries_before: dict[int, tuple[Tensor, Tensor]] = {}
+        self.rings: dict[int, QueryRing] = {}
+        self.rings_before: dict[int, QueryRing] = {}
         self.log: dict[int, list[tuple[Part, Tensor, Tensor, Tensor, Scores]]] = {}
         self.steady: dict[torch.device, RowTensors] | None = None
         self.held_steps = 0
-        self.deferred = False
+        self.deferred = self.capturing = False
         self._stores: dict[int, tuple[PagedKVCache, int]] = {}
         self._parts: list[Part] = []
         self._start = -1
@@ -255,7 +260,7 @@ class SparseState:
         assert self.limits is not None
         return np.array(
             [
-                mode != "grow" or (self.policy.stateful and layer in self.ordinal)
+                mode in EVICTING or (self.policy.stateful and layer in self.ordinal)
                 for layer, mode in enumerate(self.limits.mode)
             ]
         )
@@ -284,6 +289,10 @@ class SparseState:
 
         self.queries = {i: (pick(q), pick(p)) for i, (q, p) in self.queries.items()}
         self.true_sinks = {i: pick(k) for i, k in self.true_sinks.items()}
+        self.rings = {
+            i: ring.select_rows(torch.from_numpy(rows).to(ring.q.device))
+            for i, ring in self.rings.items()
+        }
 
     def open_round(self, layer: int) -> None:
         """Snapshot a layer before its first draft token since the last `settle`."""
@@ -292,6 +301,8 @@ class SparseState:
             self.snapshots[layer] = store.snapshot(index)
             if layer in self.queries:
                 self.queries_before[layer] = self.queries[layer]
+            if layer in self.rings:
+                self.rings_before[layer] = self.rings[layer].clone()
             self.log[layer] = []
 
     def rewind(self, tokens: int) -> dict[int, list]:
@@ -304,6 +315,7 @@ class SparseState:
             self.log[layer] = []
         self.snapshots = {}
         self.queries |= self.queries_before
+        self.rings |= self.rings_before
         self.tokens = self.tokens - tokens
         self.forget_forward()
         return replay
@@ -323,4 +335,4 @@ class SparseState:
         """Accept every draft token of the round."""
         for layer, snapshot in self.snapshots.items():
             self._stores[layer][0].drop(snapshot)
-        self.snapshots, self.queries_before, self.log = {}, {}, {}
+        self.snapshots, self.queries_before, self.rings_before, self.log = {}, {}, {}, {}

@@ -22,11 +22,25 @@ from sparsekv.policies.full import Full
 from sparsekv.policies.h2o import H2O
 from sparsekv.policies.layersplit import LayerSplit
 from sparsekv.policies.pyramid import Pyramid
+from sparsekv.policies.scissorhands import Scissorhands
 from sparsekv.policies.snapkv import SnapKV
 from sparsekv.policies.streaming import Streaming
+from sparsekv.policies.tova import TOVA
 
 POLICIES: Mapping[str, type[Policy]] = MappingProxyType(
-    {policy.name: policy for policy in (Full, Streaming, H2O, SnapKV, Pyramid, LayerSplit)}
+    {
+        policy.name: policy
+        for policy in (
+            Full,
+            Streaming,
+            H2O,
+            SnapKV,
+            Pyramid,
+            LayerSplit,
+            TOVA,
+            Scissorhands,
+        )
+    }
 )
 
 
@@ -42,6 +56,7 @@ def get_policy(policy: str | Policy) -> Policy:
 __all__ = [
     "H2O",
     "POLICIES",
+    "TOVA",
     "Full",
     "Gumbel",
     "HeadPlan",
@@ -52,6 +67,7 @@ __all__ = [
     "Phase",
     "Policy",
     "Pyramid",
+    "Scissorhands",
     "Selection",
     "SnapKV",
     "Stats",
