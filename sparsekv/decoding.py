@@ -25,6 +25,7 @@ def decode(
         state.log[layer].append((part, q, k, v, scores))
         store.ensure(np.array([local]), np.ones_like(store.lens[:1]), state.rewrites[[layer]])
     state.queries.pop(layer, None)
+    state.moments.pop(layer, None)
     compresses = state.limits.mode[layer] == "interval"  # type: ignore[union-attr]
     if not compresses:
         state.rings.pop(layer, None)

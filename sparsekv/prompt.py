@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from sparsekv.cache.paged import PagedKVCache
+from sparsekv.features import Source, compute
 from sparsekv.headwise import (
+    Keys,
     Queries,
     Scores,
     headwise_attention,
@@ -24,8 +26,10 @@ from sparsekv.headwise import (
 from sparsekv.held import HeldKeys, drop
 from sparsekv.kernels.column_scores import column_scores
 from sparsekv.kernels.prefill import prefill_attention
+from sparsekv.moments import PromptMoments
 from sparsekv.policies.base import Need
-from sparsekv.ring import QueryRing, ring_rows
+from sparsekv.policies.features import ExpectedProbability, Feature
+from sparsekv.ring import QueryRing, window_rows
 from sparsekv.selection import Candidates, Kept, choose
 from sparsekv.sinks import shift_sinks
 from sparsekv.state import SparseState
@@ -66,8 +70,12 @@ def prefill(
         return Candidates(positions.expand(batch, heads, -1), held, host, None)
 
     candidates = part.once(("fresh", k.device, heads), fresh)
-    _write_kept(state, layer, part, k, v, choose(state, layer, candidates, columns_of))
-    _remember_queries(state, layer, part, _queries(q, part), scores)
+    queries = _queries(q, part)
+    keys = Keys(k, v, queries.positions[:, None].expand(-1, heads, -1), candidates.held)
+    asked = _Asked(state, layer, part, queries, keys, scores, part.tokens - part.lengths)
+    kept = choose(state, layer, candidates, columns_of, asked.feature)
+    _write_kept(state, layer, part, k, v, kept)
+    asked.remember()
     return out.unflatten(0, (batch, part.tokens))
 
 
@@ -96,20 +104,20 @@ def chunk(
     shift_sinks(state, layer, part)
     held, queries = HeldKeys.of(store, local), _queries(q, part)
     out, lse = headwise_attention(queries, held.keys, scores, window)
-    remembered = _remembered(state, layer, part)
+    asked = _Asked(state, layer, part, queries, held.keys, scores, np.zeros_like(part.lengths))
 
     def columns_of(need: Need) -> Tensor:
         if need.rows is None:
             return headwise_columns(queries, held.keys, lse, need, scores, window)
-        last = _observation_window(queries, remembered, need.rows)
-        return held.columns(last, need, scores, window)
+        return held.columns(asked.last(need.rows), need, scores, window)
 
     slot_scores = None
     if state.policy.stateful and layer in state.ordinal:
         slot_scores = store.view(local, "scores").gather(-1, held.order)
     candidates = Candidates(held.keys.positions, held.keys.held, store.lens[local], slot_scores)
-    drop(store, local, held.order, choose(state, layer, candidates, columns_of))
-    _remember_queries(state, layer, part, queries, scores, remembered)
+    kept = choose(state, layer, candidates, columns_of, asked.feature)
+    drop(store, local, held.order, kept)
+    asked.remember()
     return out
 
 
@@ -142,32 +150,66 @@ def _remembered(state: SparseState, layer: int, part: Part) -> Remembered:
     ring = state.rings.pop(layer, None)
     if ring is None:
         return state.queries.pop(layer, None)
-    last = ring.read(part.on(ring.q.device).before - 1)
+    last = ring.read(part.on(ring.q.device).before - 1, ring.rows)
     return last.q, last.positions
 
 
-def _remember_queries(
-    state: SparseState,
-    layer: int,
-    part: Part,
-    queries: Queries,
-    scores: Scores,
-    remembered: Remembered = None,
-) -> None:
-    """Keep the last queries of this forward for a chunk or a compression that may follow."""
-    ordinal = state.ordinal.get(layer)
-    if ordinal is None:
-        return
-    assert state.limits is not None
-    if state.deferred or state.limits.mode[layer] == "interval":
-        rows, on = ring_rows(state.policy, ordinal), part.on(queries.q.device)
-        last = _observation_window(queries, remembered, rows)
-        newest = on.before + on.used - 1
-        state.rings[layer] = QueryRing.of(last, rows, newest, scores)
-    need = state.policy.needs(ordinal, "prefill")
-    if layer not in state.rings and state.keep_queries and need is not None and need.rows:
-        last = _observation_window(queries, remembered, need.rows)
-        state.queries[layer] = (last.q, last.positions)
+class _Asked:
+    """What a policy asks about the keys of one layer in one forward, answered on demand.
+
+    pads: int [B] columns before the first key of each row.
+    """
+
+    def __init__(
+        self,
+        state: SparseState,
+        layer: int,
+        part: Part,
+        queries: Queries,
+        keys: Keys,
+        scores: Scores,
+        pads: np.ndarray,
+    ) -> None:
+        self.state, self.layer, self.queries = state, layer, queries
+        self.part, self.remembered = part, _remembered(state, layer, part)
+        rows, before = part.on(queries.q.device), state.moments.pop(layer, {})
+        seen = rows.before + rows.used
+        self.moments = PromptMoments(queries, seen, before, state.parts.rotary)
+        self.source = Source(
+            keys, pads, scores, self.last, self.moments.ahead,
+            lambda: state.parts.projections[layer],
+        )  # fmt: skip
+
+    def last(self, rows: int) -> Queries:
+        """The last `rows` queries, those of earlier forwards included."""
+        return _observation_window(self.queries, self.remembered, rows)
+
+    def feature(self, feature: Feature) -> Tensor:
+        """fp32 [B, HK, S] by rank."""
+        return compute(feature, self.source)
+
+    def remember(self) -> None:
+        """Keep last queries and moments for a chunk or a compression that may follow."""
+        state, layer = self.state, self.layer
+        ordinal = state.ordinal.get(layer)
+        if ordinal is None or state.limits is None:
+            return
+        rows = window_rows(state.policy, ordinal, "decode")
+        if state.limits.mode[layer] == "interval" or (state.deferred and rows):
+            on = self.part.on(self.queries.q.device)
+            newest = on.before + on.used - 1
+            state.rings[layer] = QueryRing.of(self.last(rows), rows, newest, self.source.scores)
+        if not state.keep_queries:
+            return
+        rows = window_rows(state.policy, ordinal, "prefill")
+        if rows and layer not in state.rings:
+            last = self.last(rows)
+            state.queries[layer] = (last.q, last.positions)
+        for feature in state.policy.features(ordinal, "prefill"):
+            if isinstance(feature, ExpectedProbability):
+                self.moments.of(feature)
+        if self.moments.made:
+            state.moments[layer] = self.moments.made
 
 
 def _observation_window(queries: Queries, remembered: Remembered, rows: int) -> Queries:

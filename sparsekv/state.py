@@ -17,6 +17,8 @@ from sparsekv.cache.paged import PagedKVCache, Snapshot
 from sparsekv.cache.pages import PagePool
 from sparsekv.headwise import Scores
 from sparsekv.kernels._quant import check_kv_dtype
+from sparsekv.moments import QueryMoments
+from sparsekv.parts import ModelParts
 from sparsekv.plan import EVICTING, LayerSpec, Limits, make_limits
 from sparsekv.policies import Full
 from sparsekv.policies.base import ModelShape, Policy
@@ -36,6 +38,7 @@ class SparseState:
         kv_dtype: None, or how K and V are quantised, see `sparsekv.patch`.
         defer_eviction: keep a prompt that comes in several forwards whole until its last one, which
             then keeps what a single forward would have kept.
+        parts: what the policy's features need of the model.
 
     Attributes:
         deferred: whether the forward that runs leaves eviction to a later one.
@@ -51,8 +54,10 @@ class SparseState:
             into an empty cache are the prompt, later ones drafts.
         chunked_until: column up to which a prompt comes in several forwards; one of a single token
             is then still prompt. Otherwise a single token onto a cache is a decode step.
-        keep_queries: keep the last queries of a prefill until the first decode step, so that a
-            further chunk can be scored by a full observation window.
+        keep_queries: keep the last queries of a prefill, and the moments of all of them where the
+            policy asks for these, until the first decode step, so that a further chunk can be
+            scored by a full observation window and the whole prompt. After a decode step they
+            start anew: a later turn is scored by its own queries.
     """
 
     def __init__(
@@ -65,6 +70,7 @@ class SparseState:
         sink_shift: SinkShift | None = None,
         kv_dtype: str | None = None,
         defer_eviction: bool = False,
+        parts: ModelParts | None = None,
     ) -> None:
         check_kv_dtype(kv_dtype)
         self.kv_dtype = kv_dtype
@@ -73,6 +79,7 @@ class SparseState:
         full = (i for i, spec in enumerate(self.layers) if spec.window is None)
         self.ordinal = {layer: i for i, layer in enumerate(full)}
         self.sink_shift, self.defer_eviction = sink_shift, defer_eviction
+        self.parts = parts or ModelParts()
         self.draft_start: int | None = None
         self.max_columns: int | None = None
         self.chunked_until = 0
@@ -87,9 +94,11 @@ class SparseState:
         self.gaps: list[tuple[np.ndarray, np.ndarray]] = []
         self.limits: Limits | None = None
         self.queries: dict[int, tuple[Tensor, Tensor]] = {}
+        self.moments: dict[int, dict[tuple, QueryMoments]] = {}
         self.true_sinks: dict[int, Tensor] = {}
         self.snapshots: dict[int, Snapshot] = {}
         self.queries_before: dict[int, tuple[Tensor, Tensor]] = {}
+        self.moments_before: dict[int, dict[tuple, QueryMoments]] = {}
         self.rings: dict[int, QueryRing] = {}
         self.rings_before: dict[int, QueryRing] = {}
         self.log: dict[int, list[tuple[Part, Tensor, Tensor, Tensor, Scores]]] = {}
@@ -288,6 +297,13 @@ class SparseState:
             return x[torch.from_numpy(rows).to(x.device)]
 
         self.queries = {i: (pick(q), pick(p)) for i, (q, p) in self.queries.items()}
+        self.moments = {
+            i: {
+                key: one.select_rows(torch.from_numpy(rows).to(one.mean.device))
+                for key, one in kinds.items()
+            }
+            for i, kinds in self.moments.items()
+        }
         self.true_sinks = {i: pick(k) for i, k in self.true_sinks.items()}
         self.rings = {
             i: ring.select_rows(torch.from_numpy(rows).to(ring.q.device))
@@ -301,6 +317,8 @@ class SparseState:
             self.snapshots[layer] = store.snapshot(index)
             if layer in self.queries:
                 self.queries_before[layer] = self.queries[layer]
+            if layer in self.moments:
+                self.moments_before[layer] = self.moments[layer]
             if layer in self.rings:
                 self.rings_before[layer] = self.rings[layer].clone()
             self.log[layer] = []
@@ -315,6 +333,7 @@ class SparseState:
             self.log[layer] = []
         self.snapshots = {}
         self.queries |= self.queries_before
+        self.moments |= self.moments_before
         self.rings |= self.rings_before
         self.tokens = self.tokens - tokens
         self.forget_forward()
@@ -335,4 +354,5 @@ class SparseState:
         """Accept every draft token of the round."""
         for layer, snapshot in self.snapshots.items():
             self._stores[layer][0].drop(snapshot)
-        self.snapshots, self.queries_before, self.rings_before, self.log = {}, {}, {}, {}
+        self.snapshots, self.log = {}, {}
+        self.queries_before, self.moments_before, self.rings_before = {}, {}, {}

@@ -6,7 +6,7 @@
 t_i is the number of keys that row i sees, so 1 / t_i is the mean of its probabilities. Rows that do
 not see a key say nothing about it.
 
-    prefill   while more than C tokens are held: drop m; a prompt of T leaves T - m ceil((T - C) / m)
+    prefill   drop m until C tokens are held, so that T > C leave T - m ceil((T - C) / m)
     decode    appends; when C + 1 tokens are held, drop m
 
 with m = max(1, floor(drop * C)). Counts are small integers, so ties are the norm: the newest stays.
@@ -41,7 +41,7 @@ from sparsekv.policies.budgets import exact
 
 @dataclass(frozen=True)
 class Scissorhands(Policy):
-    """History `window` w, protected `recent` r, the share `drop` of the budget that goes at once."""
+    """History `window` w, `recent` r protected tokens, and the share `drop` that goes at once."""
 
     window: int = 400
     recent: int = 10
