@@ -24,7 +24,7 @@ from sparsekv.policies import Full
 from sparsekv.policies.base import ModelShape, Policy
 from sparsekv.ring import QueryRing
 from sparsekv.rope import SinkShift
-from sparsekv.step import Part, RowTensors, real_lengths
+from sparsekv.step import Part, RowTensors, in_blocks, real_lengths
 
 
 class SparseState:
@@ -189,6 +189,10 @@ class SparseState:
             limits = make_limits(policy, self.budget, self.layers, shape, parts[0].seen)
             self._keep_sinks(limits)
             self.limits = limits
+            block = self.policy.prefill_block
+            evicts = (limits.keep[[*self.ordinal]] < parts[0].seen[:, None]).any()
+            if block is not None and not self.deferred and evicts:
+                parts = in_blocks(parts[0], block) + parts[1:]
         self._start, self._parts = start, parts
         self.tokens = self.tokens + lengths
         if self.steady is not None and self.held_steps:

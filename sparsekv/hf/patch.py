@@ -91,7 +91,7 @@ def patch(
     chosen = get_policy(policy)
     resolve_budget(budget, 1)
     check_config(model)
-    _check_policy(model, chosen)
+    _check_policy(model, chosen, defer_eviction)
     previous = model.__dict__.get(_RECORD)
     _check_compile(model, compile, previous)
     shift = _sink_shift(model, chosen)
@@ -117,9 +117,14 @@ def patch(
     return model
 
 
-def _check_policy(model: PreTrainedModel, policy: Policy) -> None:
+def _check_policy(model: PreTrainedModel, policy: Policy, defer_eviction: bool) -> None:
     """Refuse a policy that lacks what it needs, of its own or of the model."""
     policy.ready()
+    if policy.prefill_block is not None and defer_eviction:
+        raise ValueError(
+            f"expected defer_eviction=False with policy {policy.name!r}, which evicts while it "
+            "reads a prompt, got True"
+        )
     if policy.tensor_parallel == "refused" and tp_size(model) > 1:
         raise ValueError(
             f"expected a model on one device for policy {policy.name!r}, whose heads of a layer "

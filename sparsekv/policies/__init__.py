@@ -20,8 +20,10 @@ from sparsekv.policies.base import (
 from sparsekv.policies.budgets import resolve_budget
 from sparsekv.policies.full import Full
 from sparsekv.policies.h2o import H2O
+from sparsekv.policies.keydiff import KeyDiff
 from sparsekv.policies.layersplit import LayerSplit
 from sparsekv.policies.pyramid import Pyramid
+from sparsekv.policies.rkv import RKV
 from sparsekv.policies.scissorhands import Scissorhands
 from sparsekv.policies.snapkv import SnapKV
 from sparsekv.policies.streaming import Streaming
@@ -39,6 +41,8 @@ POLICIES: Mapping[str, type[Policy]] = MappingProxyType(
             LayerSplit,
             TOVA,
             Scissorhands,
+            KeyDiff,
+            RKV,
         )
     }
 )
@@ -56,10 +60,12 @@ def get_policy(policy: str | Policy) -> Policy:
 __all__ = [
     "H2O",
     "POLICIES",
+    "RKV",
     "TOVA",
     "Full",
     "Gumbel",
     "HeadPlan",
+    "KeyDiff",
     "LayerPlan",
     "LayerSplit",
     "ModelShape",

@@ -159,6 +159,8 @@ class Policy(ABC):
     evicts_by: ClassVar[Literal["score", "position"]] = "score"  # a decode step drops the lowest
     ragged: ClassVar[bool] = False  # select() gives heads counts that only the device knows
     rerotates_sinks: ClassVar[bool] = False  # cached tokens get contiguous positions
+    # Prompts over budget are read, and cut, so many tokens at a time inside each layer.
+    prefill_block: ClassVar[int | None] = None
     signed: ClassVar[bool] = False  # scores may be negative
     # "local": every rank decides for its own heads; "refused": the heads of a layer must agree.
     tensor_parallel: ClassVar[Literal["local", "refused"]] = "local"
