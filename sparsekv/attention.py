@@ -41,7 +41,8 @@ def attend(
         outs = []
         for part in parts:
             run = {"prefill": prefill, "chunk": chunk, "decode": decode}[part.kind]
-            outs.append(run(state, layer, part, *(part.pick(x, first) for x in (q, k, v)), scores))
+            own = [part.pick(x, first) for x in (q, k, v)]
+            outs.append(run(state, layer, part, own[0], own[1], own[2], scores))
         if len(outs) == 1:
             return outs[0]
         out = outs[0].new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3])

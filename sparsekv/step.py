@@ -42,8 +42,8 @@ class Part:
     tokens: int
     lengths: np.ndarray
     seen: np.ndarray
-    columns: np.ndarray | None = None
     _device: dict[torch.device, RowTensors] = field(default_factory=dict)
+    columns: np.ndarray | None = None
     _made: dict[Hashable, Any] = field(default_factory=dict)
 
     def on(self, device: torch.device) -> RowTensors:
@@ -104,7 +104,7 @@ def in_blocks(part: Part, block: int) -> list[Part]:
         kind = "chunk" if start else part.kind
         plain = (columns == columns[:1, :1] + column).all()
         first = part.start + int(columns[0, 0])
-        parts.append(Part(kind, first, width, real, seen, None if plain else columns))
+        parts.append(Part(kind, first, width, real, seen, columns=None if plain else columns))
     return parts
 
 
