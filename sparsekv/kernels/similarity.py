@@ -114,7 +114,7 @@ def nearest_duplicate_triton(
     if last.numel():
         tiles = lookup(_CONFIG, k)
         _nearest_duplicate_kernel[triton.cdiv(slots, tiles.block_m), heads, batch](
-            k, _inverse_norms(k), lengths, offsets, last, cosine, *k.stride()[:3],
+            k, _inverse_norms(k), lengths.contiguous(), offsets, last, cosine, *k.stride()[:3],
             slots, float(threshold), HEAD_DIM=dim, BLOCK_D=padded_head_dim(dim),
             BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, **launch_options(tiles.num_warps, 1),
         )  # fmt: skip
@@ -219,8 +219,6 @@ def _check(k: Tensor, lengths: Tensor, threshold: float, offsets: Tensor | None)
     check_last_contiguous("k", k)
     check_shape("lengths", lengths, k.shape[:2])
     check_dtype("lengths", lengths, torch.int32)
-    if not lengths.is_contiguous():  # an expanded view would be read beyond its end
-        raise ValueError(f"expected contiguous lengths, got strides {lengths.stride()}")
     if offsets is not None:
         check_shape("offsets", offsets, k.shape[:1])
         check_dtype("offsets", offsets, torch.int32)
