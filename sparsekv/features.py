@@ -131,7 +131,7 @@ def _projected_value_norm(feature: ProjectedValueNorm, source: Source) -> Tensor
 def _key_similarity(feature: KeySimilarity, source: Source) -> Tensor:
     from sparsekv.kernels.similarity import key_similarity
 
-    k, held = source.keys.k, source.keys.held
+    k, held = source.keys.k, source.keys.held.contiguous()
     if not source.pads.any():
         return key_similarity(k, held, feature.threshold)
     out = k.new_zeros(k.shape[:3], dtype=torch.float32)

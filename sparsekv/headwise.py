@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sparsekv.kernels.column_scores import column_scores
+from sparsekv.kernels.perturb import perturbed_columns
 from sparsekv.kernels.prefill import prefill_attention
 from sparsekv.policies.base import Need
 
@@ -87,6 +88,21 @@ def headwise_columns(
     if need.group == "layer_mean":
         columns = columns.mean(1, keepdim=True).expand(-1, heads, -1)
     return columns
+
+
+def headwise_perturbed(
+    queries: Queries, keys: Keys, need: Need, scores: Scores, window: int | None, layer: int
+) -> Tensor:
+    """`need`, which asks for noise, over prompt queries, fp32 [B, HK, S]. layer: of the noise."""
+    noise, (batch, heads, slots, _) = need.noise, keys.k.shape
+    assert noise is not None
+    flat, lengths, geometry = _sequences(queries, keys, scores, window)
+    sequence = torch.arange(batch * heads, dtype=torch.int32, device=flat.device)
+    return perturbed_columns(
+        flat, _flat_keys(keys)[0], *lengths, seed=noise.seed, layer=layer, tau=noise.tau_start,
+        noise=noise.kind, group=need.group, first_heads=sequence % heads * flat.shape[1],
+        **geometry,
+    ).view(batch, heads, slots)  # fmt: skip
 
 
 def uniform_share(seen: Tensor) -> Tensor:

@@ -21,10 +21,12 @@ from sparsekv.headwise import (
     Scores,
     headwise_attention,
     headwise_columns,
+    headwise_perturbed,
     uniform_share,
 )
 from sparsekv.held import HeldKeys, drop
 from sparsekv.kernels.column_scores import column_scores
+from sparsekv.kernels.perturb import perturbed_columns
 from sparsekv.kernels.prefill import prefill_attention
 from sparsekv.moments import PromptMoments
 from sparsekv.policies.base import Need
@@ -56,6 +58,12 @@ def prefill(
     out, lse = prefill_attention(flat_q, flat_k, flat_v, *lengths, sinks=scores.sinks, **geometry)
 
     def columns_of(need: Need) -> Tensor:
+        if need.noise is not None:
+            return perturbed_columns(
+                flat_q, flat_k, *lengths, seed=need.noise.seed, layer=state.ordinal[layer],
+                tau=need.noise.tau_start, noise=need.noise.kind, rows=need.rows, group=need.group,
+                **geometry,
+            ).expand(-1, heads, -1)  # fmt: skip
         seen = _positions(part, q.device) + 1 if need.statistic == "count" else None
         return column_scores(
             flat_q, flat_k, lse, *lengths,
@@ -107,9 +115,13 @@ def chunk(
     asked = _Asked(state, layer, part, queries, held.keys, scores, np.zeros_like(part.lengths))
 
     def columns_of(need: Need) -> Tensor:
+        last = queries if need.rows is None else asked.last(need.rows)
+        if need.noise is not None:
+            own = state.ordinal[layer]
+            return headwise_perturbed(last, held.keys, need, scores, window, own)
         if need.rows is None:
             return headwise_columns(queries, held.keys, lse, need, scores, window)
-        return held.columns(asked.last(need.rows), need, scores, window)
+        return held.columns(last, need, scores, window)
 
     slot_scores = None
     if state.policy.stateful and layer in state.ordinal:

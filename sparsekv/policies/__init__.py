@@ -21,6 +21,7 @@ from sparsekv.policies.budgets import resolve_budget
 from sparsekv.policies.full import Full
 from sparsekv.policies.h2o import H2O
 from sparsekv.policies.keydiff import KeyDiff
+from sparsekv.policies.keyformer import Keyformer
 from sparsekv.policies.layersplit import LayerSplit
 from sparsekv.policies.pyramid import Pyramid
 from sparsekv.policies.rkv import RKV
@@ -41,6 +42,7 @@ POLICIES: Mapping[str, type[Policy]] = MappingProxyType(
             LayerSplit,
             TOVA,
             Scissorhands,
+            Keyformer,
             KeyDiff,
             RKV,
         )
@@ -66,6 +68,7 @@ __all__ = [
     "Gumbel",
     "HeadPlan",
     "KeyDiff",
+    "Keyformer",
     "LayerPlan",
     "LayerSplit",
     "ModelShape",
