@@ -18,6 +18,7 @@ from sparsekv.policies.base import (
     TopK,
 )
 from sparsekv.policies.budgets import resolve_budget
+from sparsekv.policies.duo import Duo
 from sparsekv.policies.full import Full
 from sparsekv.policies.h2o import H2O
 from sparsekv.policies.keydiff import KeyDiff
@@ -45,6 +46,7 @@ POLICIES: Mapping[str, type[Policy]] = MappingProxyType(
             Keyformer,
             KeyDiff,
             RKV,
+            Duo,
         )
     }
 )
@@ -64,6 +66,7 @@ __all__ = [
     "POLICIES",
     "RKV",
     "TOVA",
+    "Duo",
     "Full",
     "Gumbel",
     "HeadPlan",
