@@ -53,19 +53,47 @@ def shape(num_layers: int = 1, num_heads: int = 2, num_kv_heads: int = 1) -> Mod
 def columns(probabilities: Tensor, need: Need, num_kv_heads: int) -> Tensor:
     """The statistic a policy needs, from probabilities [HQ, T, S] -> fp32 [1, HK, S]."""
     rows = probabilities if need.rows is None else probabilities[:, -need.rows :]
-    sums = rows.sum(1).unflatten(0, (num_kv_heads, -1))  # [HK, G, S]
-    reduced = {"mean": sums.mean, "sum": sums.sum, "max": sums.amax}[need.group](1)
-    return reduced.float()[None]
+    if need.statistic == "count":
+        seen = rows > 0
+        rows = ((rows < 1 / seen.sum(-1, keepdim=True)) & seen).double()
+    reduced = rows.amax(1) if need.statistic == "max" else rows.sum(1)  # [HQ, S]
+    if need.group == "layer_mean":
+        return reduced.mean(0).float().expand(1, num_kv_heads, -1)
+    heads = reduced.unflatten(0, (num_kv_heads, -1))  # [HK, G, S]
+    return {"mean": heads.mean, "sum": heads.sum, "max": heads.amax}[need.group](1).float()[None]
 
 
-def topk(
-    scores: Tensor, keep: Tensor, protected: Tensor, lengths: Tensor | None = None
-) -> Selection:
-    """select_topk on [B, R, S], all S keys valid unless `lengths` says otherwise."""
-    if lengths is None:
-        lengths = torch.full(keep.shape, scores.shape[-1], dtype=torch.int32)
+def features_of(policy: Policy, layer: int, phase: str, like: Tensor, seed: int) -> dict:
+    """A table in (0, 1) for every feature that the policy asks for, fp32 like [1, HK, S]."""
+    asked = policy.features(layer, phase) if hasattr(policy, "features") else ()
+    generator = torch.Generator().manual_seed(seed)
+    return {feature: torch.rand(like.shape, generator=generator) for feature in asked}
+
+
+def make_stats(
+    columns: Tensor | None,
+    state: Tensor | None,
+    positions: Tensor,
+    lengths: Tensor,
+    recent: Tensor,
+    features: dict,
+) -> Stats:
+    """`Stats` of a policy, with features where there are any."""
+    more = {"features": features} if features else {}
+    return Stats(columns, state, positions, lengths, recent, **more)
+
+
+def slots_after_prompt(plan: LayerPlan) -> int | None:
+    """What a prompt leaves; the budget unless the plan says otherwise."""
+    left = getattr(plan, "prefill", None)
+    return plan.budget if left is None else left
+
+
+def topk(scores: Tensor, keep: Tensor, protected: Tensor) -> Selection:
+    """select_topk on [B, HK, S], all S keys valid."""
+    seqlens = torch.full((keep.numel(),), scores.shape[-1], dtype=torch.int32)
     index, count = select_topk(
-        scores.flatten(0, 1), lengths.flatten(), keep.flatten(), protected=protected.flatten(0, 1)
+        scores.flatten(0, 1), seqlens, keep.flatten(), protected=protected.flatten(0, 1)
     )
     return Selection(index.unflatten(0, keep.shape), count.unflatten(0, keep.shape))
 
@@ -81,8 +109,8 @@ class Row:
     state: Tensor
 
     def kept(self) -> list[list[int]]:
-        """Positions per KV head, ascending."""
-        return [sorted(head) for head in self.positions[0].tolist()]
+        """Positions per KV head, ascending; -1 pads shorter heads."""
+        return [sorted(j for j in head if j >= 0) for head in self.positions[0].tolist()]
 
     def decode(self, token: int, attend: Callable[[Tensor], Tensor]) -> None:
         """One step. attend: positions [1, HK, S] -> probabilities [HQ, S]."""
@@ -93,11 +121,26 @@ class Row:
         self.positions = torch.cat([self.positions, new], -1)
         self.state = torch.cat([self.state, torch.zeros(new.shape)], -1)
         need = self.policy.needs(self.layer, "decode")
+        row = None
         if need is not None:
             row = columns(attend(self.positions)[:, None], need, self.positions.shape[1])
             self.state = self.policy.observe(self.layer, "decode", self.state, row, self.positions)
         if self.plan.decode == "evict" and full:
             self._drop(token)
+        if self.plan.decode == "interval" and full:
+            self._compress(row, token)
+
+    def _compress(self, row: Tensor | None, token: int) -> None:
+        """Down to `low` by what the policy gives now."""
+        order = self.positions.sort(-1).indices
+        self.positions = self.positions.gather(-1, order)
+        self.state = self.state.gather(-1, order)
+        scores = chosen_scores(self, row if row is None else row.gather(-1, order), token)
+        keep = torch.full(self.positions.shape[:2], self.plan.low, dtype=torch.int32)
+        safe = protected(self.positions, self.plan, token + 1)
+        index = self.policy.select(scores, keep, safe, topk).index[..., : self.plan.low].long()
+        self.positions = self.positions.gather(-1, index)
+        self.state = self.state.gather(-1, index)
 
     def _drop(self, token: int) -> None:
         """Remove the lowest score, the oldest of equals; `token` is the newest and counts."""
@@ -135,15 +178,31 @@ def prefill(
     if need is not None:
         sums = columns(probabilities, need, num_kv_heads)
         state = policy.observe(layer, "prefill", state, sums, positions)
-    if plan.budget is None or tokens <= plan.budget:
-        return Row(policy, plan, layer, positions, state)
-    lengths = torch.full((1, num_kv_heads), tokens, dtype=torch.int32)
-    recent = torch.tensor([min(plan.recent, tokens)], dtype=torch.int32)
-    stats = Stats(sums, state if policy.stateful else None, positions, lengths, recent)
-    scores = policy.score(layer, stats)
-    keep = torch.full_like(lengths, plan.budget)
-    safe = protected(positions, plan, tokens)
-    chosen = policy.select(scores, keep, safe, topk, layer=layer, stats=stats)
-    assert chosen.count.tolist() == keep.tolist()
-    index = chosen.index[..., : plan.budget].long()
-    return Row(policy, plan, layer, positions.gather(-1, index), state.gather(-1, index))
+    row = Row(policy, plan, layer, positions, state)
+    left = slots_after_prompt(plan)
+    if left is None or tokens <= left:
+        return row
+    scores = chosen_scores(row, sums, tokens - 1)
+    keep = torch.full((1, num_kv_heads), left, dtype=torch.int32)
+    chosen = policy.select(scores, keep, protected(positions, plan, tokens), topk)
+    if policy.ragged:
+        assert int(chosen.count.sum()) == int(keep.sum())
+    else:
+        assert chosen.count.tolist() == keep.tolist()
+    index = chosen.index[..., : int(chosen.count.max())].long()
+    row.positions = torch.where(index >= 0, positions.gather(-1, index.clamp_min(0)), -1).int()
+    row.state = state.gather(-1, index.clamp_min(0))
+    return row
+
+
+def chosen_scores(row: Row, sums: Tensor | None, newest: int) -> Tensor:
+    """What the policy of a row gives to its keys, which stand in ascending order."""
+    policy, held = row.policy, row.positions.shape[-1]
+    lengths = torch.full(row.positions.shape[:2], held, dtype=torch.int32)
+    recent = torch.tensor([min(row.plan.recent, held)], dtype=torch.int32)
+    phase = "prefill" if row.positions[0, 0].tolist() == list(range(held)) else "decode"
+    features = features_of(policy, row.layer, phase, row.positions, newest)
+    state = row.state if policy.stateful else None
+    return policy.score(
+        row.layer, make_stats(sums, state, row.positions, lengths, recent, features)
+    )
