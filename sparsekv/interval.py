@@ -56,7 +56,7 @@ def compress(state: SparseState, layer: int, seen: np.ndarray) -> None:
 
     seen: int [B] real tokens of each row so far.
     """
-    store, local = state.store(layer)
+    (store, local), own = state.store(layer), state.ordinal[layer]
     if not state.steady:  # it writes slots that a fork may share
         store.ensure(np.array([local]), np.zeros_like(store.lens[:1]), np.array([True]))
     held, ring = HeldKeys.of(store, local), state.rings[layer]
@@ -66,7 +66,7 @@ def compress(state: SparseState, layer: int, seen: np.ndarray) -> None:
         return ring.read(newest, rows)
 
     def columns_of(need: Need) -> Tensor:
-        return held.columns(last(need.rows or ring.rows), need, ring.scores, None)
+        return held.columns(last(need.rows or ring.rows), need, ring.scores, None, own)
 
     source = Source(
         held.keys, np.zeros_like(seen), ring.scores, last, _no_moments,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from sparsekv.policies.adakv import AdaKV
 from sparsekv.policies.base import (
     Gumbel,
     HeadPlan,
@@ -18,13 +19,18 @@ from sparsekv.policies.base import (
     TopK,
 )
 from sparsekv.policies.budgets import resolve_budget
+from sparsekv.policies.chunked import Chunked
+from sparsekv.policies.criticalkv import CriticalKV
 from sparsekv.policies.duo import Duo
+from sparsekv.policies.expected import Expected
 from sparsekv.policies.full import Full
 from sparsekv.policies.h2o import H2O
 from sparsekv.policies.keydiff import KeyDiff
 from sparsekv.policies.keyformer import Keyformer
+from sparsekv.policies.knorm import Knorm
 from sparsekv.policies.layersplit import LayerSplit
 from sparsekv.policies.pyramid import Pyramid
+from sparsekv.policies.random import Random
 from sparsekv.policies.rkv import RKV
 from sparsekv.policies.scissorhands import Scissorhands
 from sparsekv.policies.snapkv import SnapKV
@@ -47,6 +53,12 @@ POLICIES: Mapping[str, type[Policy]] = MappingProxyType(
             KeyDiff,
             RKV,
             Duo,
+            AdaKV,
+            CriticalKV,
+            Chunked,
+            Expected,
+            Knorm,
+            Random,
         )
     }
 )
@@ -66,12 +78,17 @@ __all__ = [
     "POLICIES",
     "RKV",
     "TOVA",
+    "AdaKV",
+    "Chunked",
+    "CriticalKV",
     "Duo",
+    "Expected",
     "Full",
     "Gumbel",
     "HeadPlan",
     "KeyDiff",
     "Keyformer",
+    "Knorm",
     "LayerPlan",
     "LayerSplit",
     "ModelShape",
@@ -79,6 +96,7 @@ __all__ = [
     "Phase",
     "Policy",
     "Pyramid",
+    "Random",
     "Scissorhands",
     "Selection",
     "SnapKV",

@@ -2,6 +2,7 @@
 
 `GOLDEN` is a worked example with 2 query heads on 1 KV head, 8 prompt tokens and a 9th to decode.
 Its keys and queries stand after RoPE; the softmax scale is 1/2.
+Features are 1 everywhere unless a test gives others; `golden_features` are those of `GOLDEN`.
 """
 
 from __future__ import annotations
@@ -9,15 +10,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from sparsekv.features import Source, compute
+from sparsekv.headwise import Keys, Queries, Scores
 from sparsekv.kernels.topk import select_topk
+from sparsekv.moments import PromptMoments
 from sparsekv.policies import LayerPlan, ModelShape, Need, Policy, Selection, Stats
+from sparsekv.policies.features import Feature
+from sparsekv.rope import Rotary
 
 # fmt: off
 KEYS = [[0, 0, 1, 2], [-2, -2, 2, 2], [-1, -1, 2, 0], [-1, 2, -1, 0], [1, 0, -2, -2], [2, 1, 2, 0],
         [2, -1, 0, 1], [-2, -1, -2, 0], [2, -2, -1, 0]]
+VALUES = [[-2, 1, -2, -1], [0, 0, -2, 2], [1, 2, -2, 1], [-1, 0, 2, -1], [1, -2, -1, 2],
+          [0, 0, -1, -2], [0, 1, 0, 1], [-1, 1, 1, 2], [0, -2, 1, 0]]
 QUERIES = [
     [[0, 1, 1, 2], [-1, 0, 2, -1], [-1, 2, 0, 0], [1, 0, 2, 1], [-2, -2, 0, 2], [-2, 1, 1, 1],
      [2, -2, 0, 2], [-1, -2, 0, -2], [-1, 2, 1, 2]],
@@ -26,12 +35,34 @@ QUERIES = [
 ]
 # fmt: on
 GOLDEN_KEYS = torch.tensor(KEYS, dtype=torch.float64)  # [9, D]
+GOLDEN_VALUES = torch.tensor(VALUES, dtype=torch.float64)  # [9, D]
 GOLDEN_QUERIES = torch.tensor(QUERIES, dtype=torch.float64)  # [HQ, 9, D]
 
 
 def golden_prefill() -> Tensor:
     """Probabilities of the 8 prompt rows, [HQ, 8, 8]."""
     return causal_probabilities(GOLDEN_QUERIES[:, :8], GOLDEN_KEYS[:8].expand(2, -1, -1), 0.5)
+
+
+def golden_source() -> Source:
+    """The 8 prompt tokens as one KV head; RoPE turns nothing and W_O is the identity per head."""
+    k, v = (x[None, None, :8].float() for x in (GOLDEN_KEYS, GOLDEN_VALUES))
+    positions, eight = torch.arange(8, dtype=torch.int32), torch.full((1,), 8, dtype=torch.int32)
+    queries = Queries(GOLDEN_QUERIES[None, :, :8].float(), positions[None], eight)
+    rotary = Rotary(torch.zeros(2))
+
+    def last(rows: int) -> Queries:
+        return Queries(queries.q[:, :, -rows:], queries.positions[:, -rows:], eight.clamp_max(rows))
+
+    return Source(
+        Keys(k, v, positions[None, None], eight[None]), np.zeros(1, dtype=int), Scores(0.5), last,
+        PromptMoments(queries, eight, {}, rotary).ahead, lambda: torch.eye(4).repeat(1, 2),
+    )  # fmt: skip
+
+
+def golden_features(feature: Feature) -> Tensor:
+    """A feature of the 8 prompt tokens, fp32 [1, 1, 8]."""
+    return compute(feature, golden_source())
 
 
 def golden_decode(positions: Tensor) -> Tensor:
@@ -65,35 +96,24 @@ def columns(probabilities: Tensor, need: Need, num_kv_heads: int) -> Tensor:
 
 def features_of(policy: Policy, layer: int, phase: str, like: Tensor, seed: int) -> dict:
     """A table in (0, 1) for every feature that the policy asks for, fp32 like [1, HK, S]."""
-    asked = policy.features(layer, phase) if hasattr(policy, "features") else ()
     generator = torch.Generator().manual_seed(seed)
+    asked = policy.features(layer, phase)
     return {feature: torch.rand(like.shape, generator=generator) for feature in asked}
-
-
-def make_stats(
-    columns: Tensor | None,
-    state: Tensor | None,
-    positions: Tensor,
-    lengths: Tensor,
-    recent: Tensor,
-    features: dict,
-) -> Stats:
-    """`Stats` of a policy, with features where there are any."""
-    more = {"features": features} if features else {}
-    return Stats(columns, state, positions, lengths, recent, **more)
 
 
 def slots_after_prompt(plan: LayerPlan) -> int | None:
     """What a prompt leaves; the budget unless the plan says otherwise."""
-    left = getattr(plan, "prefill", None)
-    return plan.budget if left is None else left
+    return plan.budget if plan.prefill is None else plan.prefill
 
 
-def topk(scores: Tensor, keep: Tensor, protected: Tensor) -> Selection:
-    """select_topk on [B, HK, S], all S keys valid."""
-    seqlens = torch.full((keep.numel(),), scores.shape[-1], dtype=torch.int32)
+def topk(
+    scores: Tensor, keep: Tensor, protected: Tensor, lengths: Tensor | None = None
+) -> Selection:
+    """select_topk on [B, R, S], all S keys valid unless `lengths` says otherwise."""
+    if lengths is None:
+        lengths = torch.full(keep.shape, scores.shape[-1], dtype=torch.int32)
     index, count = select_topk(
-        scores.flatten(0, 1), seqlens, keep.flatten(), protected=protected.flatten(0, 1)
+        scores.flatten(0, 1), lengths.flatten(), keep.flatten(), protected=protected.flatten(0, 1)
     )
     return Selection(index.unflatten(0, keep.shape), count.unflatten(0, keep.shape))
 
@@ -135,12 +155,17 @@ class Row:
         order = self.positions.sort(-1).indices
         self.positions = self.positions.gather(-1, order)
         self.state = self.state.gather(-1, order)
-        scores = chosen_scores(self, row if row is None else row.gather(-1, order), token)
+        stats = stats_of(self, row if row is None else row.gather(-1, order), token)
         keep = torch.full(self.positions.shape[:2], self.plan.low, dtype=torch.int32)
-        safe = protected(self.positions, self.plan, token + 1)
-        index = self.policy.select(scores, keep, safe, topk).index[..., : self.plan.low].long()
+        index = self.select(keep, stats, token).index[..., : self.plan.low].long()
         self.positions = self.positions.gather(-1, index)
         self.state = self.state.gather(-1, index)
+
+    def select(self, keep: Tensor, stats: Stats, newest: int) -> Selection:
+        """What the policy keeps of the row."""
+        scores = self.policy.score(self.layer, stats)
+        safe = protected(self.positions, self.plan, newest + 1)
+        return self.policy.select(scores, keep, safe, topk, layer=self.layer, stats=stats)
 
     def _drop(self, token: int) -> None:
         """Remove the lowest score, the oldest of equals; `token` is the newest and counts."""
@@ -167,8 +192,12 @@ def prefill(
     num_kv_heads: int = 1,
     num_layers: int = 1,
     layer: int = 0,
+    features: Callable[[Feature], Tensor] | None = None,
 ) -> Row:
-    """Plan, observe, score, select for a prompt with probabilities [HQ, T, T]."""
+    """Plan, observe, score, select for a prompt with probabilities [HQ, T, T].
+
+    features: fp32 [1, HK, T] of each one that the policy asks for; random numbers otherwise.
+    """
     tokens = probabilities.shape[-1]
     model = shape(num_layers, probabilities.shape[0], num_kv_heads)
     plan = policy.plan(model, tokens, budget)[layer]
@@ -182,9 +211,8 @@ def prefill(
     left = slots_after_prompt(plan)
     if left is None or tokens <= left:
         return row
-    scores = chosen_scores(row, sums, tokens - 1)
     keep = torch.full((1, num_kv_heads), left, dtype=torch.int32)
-    chosen = policy.select(scores, keep, protected(positions, plan, tokens), topk)
+    chosen = row.select(keep, stats_of(row, sums, tokens - 1, features), tokens - 1)
     if policy.ragged:
         assert int(chosen.count.sum()) == int(keep.sum())
     else:
@@ -195,14 +223,19 @@ def prefill(
     return row
 
 
-def chosen_scores(row: Row, sums: Tensor | None, newest: int) -> Tensor:
-    """What the policy of a row gives to its keys, which stand in ascending order."""
+def stats_of(
+    row: Row,
+    sums: Tensor | None,
+    newest: int,
+    features: Callable[[Feature], Tensor] | None = None,
+) -> Stats:
+    """What the policy of a row sees of its keys, which stand in ascending order."""
     policy, held = row.policy, row.positions.shape[-1]
     lengths = torch.full(row.positions.shape[:2], held, dtype=torch.int32)
     recent = torch.tensor([min(row.plan.recent, held)], dtype=torch.int32)
     phase = "prefill" if row.positions[0, 0].tolist() == list(range(held)) else "decode"
-    features = features_of(policy, row.layer, phase, row.positions, newest)
+    answers = features_of(policy, row.layer, phase, row.positions, newest)
+    if features is not None:
+        answers = {feature: features(feature) for feature in answers}
     state = row.state if policy.stateful else None
-    return policy.score(
-        row.layer, make_stats(sums, state, row.positions, lengths, recent, features)
-    )
+    return Stats(sums, state, row.positions, lengths, recent, answers)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from harness import (
     features_of,
-    make_stats,
     prefill,
     protected,
     shape,
@@ -25,6 +24,7 @@ from sparsekv.policies import (
     Policy,
     Pyramid,
     SnapKV,
+    Stats,
     Streaming,
     get_policy,
 )
@@ -131,7 +131,7 @@ def stats_of(policy, tokens, fill):
     lengths = torch.full((1, 2), tokens, dtype=torch.int32)
     features = features_of(policy, 4, "prefill", positions, 0)
     even = {feature: torch.full((1, 2, tokens), max(fill, 0.0)) for feature in features}
-    return make_stats(scores, scores, positions, lengths, torch.tensor([plan.recent]), even)
+    return Stats(scores, scores, positions, lengths, torch.tensor([plan.recent]), even)
 
 
 @quiet
@@ -163,13 +163,13 @@ def test_a_row_scores_the_same_in_a_ragged_batch(policy):
     features = features_of(policy, 4, "prefill", positions, 5)
     for table in features.values():
         table[0, :, 9:] = torch.nan
-    stats = make_stats(columns, columns, positions, lengths, recent, features)
+    stats = Stats(columns, columns, positions, lengths, recent, features)
     together = policy.score(4, stats)
     for row, n in enumerate((9, 16)):
         one = (slice(row, row + 1), slice(None), slice(n))
         rows = slice(row, row + 1)
         of_row = {feature: table[one] for feature, table in features.items()}
-        stats = make_stats(
+        stats = Stats(
             columns[one], columns[one], positions[one], lengths[rows], recent[rows], of_row
         )
         torch.testing.assert_close(together[one], policy.score(4, stats), rtol=0, atol=0)
