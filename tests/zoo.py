@@ -39,10 +39,6 @@ FEATURES = {
 _EVERYTHING = dict.fromkeys(FEATURES, "right")
 SUPPORT: dict[str, dict[str, str]] = {
     **dict.fromkeys(NAMES, _EVERYTHING),
-    # Compressing many slots at once cannot be taken back token by token.
-    "scissorhands": {**_EVERYTHING, "drafts": "refused"},
-    "keydiff": {**_EVERYTHING, "drafts": "refused"},
-    "rkv": {**_EVERYTHING, "drafts": "refused"},
     # Decided after extra passes, which only generate() runs.
     "kvzip": {**_EVERYTHING, "loop": "refused", "drafts": "refused", "swaps": "refused"},
     # The tail is that of the whole prompt, and rows of a batch would drop different tokens.
