@@ -37,7 +37,7 @@ def attend(
     """
     first = state.seen[layer]
     parts = state.begin(layer, q, k, mask)
-    with _device_of(q):
+    with device_of(q):
         outs = []
         for part in parts:
             run = {"prefill": prefill, "chunk": chunk, "decode": decode}[part.kind]
@@ -69,11 +69,11 @@ def rollback(state: SparseState, tokens: int) -> None:
             )
         for layer, log in state.rewind(tokens).items():
             for part, q, k, v, scores in log:
-                with _device_of(q):
+                with device_of(q):
                     decode(state, layer, part, q, k, v, scores)
     state.settle()
 
 
-def _device_of(x: Tensor) -> AbstractContextManager[Any]:
+def device_of(x: Tensor) -> AbstractContextManager[Any]:
     """Triton launches on the current device, which need not be the one of this layer."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

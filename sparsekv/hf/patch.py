@@ -183,6 +183,11 @@ def new_cache(model: PreTrainedModel) -> SparseCache:
     )  # fmt: skip
 
 
+def is_patched(model: PreTrainedModel) -> bool:
+    """Whether `model` carries a policy."""
+    return _RECORD in model.__dict__
+
+
 def _record(model: PreTrainedModel) -> Patch:
     record = model.__dict__.get(_RECORD)
     if record is None:
