@@ -6,13 +6,10 @@ prefill and chunk (`prompt.py`), decode (`decoding.py`).
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
-
-import torch
 from torch import Tensor
 
 from sparsekv.decoding import decode
+from sparsekv.device import device_of
 from sparsekv.headwise import Scores
 from sparsekv.prompt import chunk, prefill
 from sparsekv.state import SparseState
@@ -72,8 +69,3 @@ def rollback(state: SparseState, tokens: int) -> None:
                 with device_of(q):
                     decode(state, layer, part, q, k, v, scores)
     state.settle()
-
-
-def device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """Triton launches on the current device, which need not be the one of this layer."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

@@ -14,6 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from sparsekv.cache.pages import upload
+from sparsekv.device import device_of
 from sparsekv.features import Source, compute
 from sparsekv.headwise import Queries
 from sparsekv.held import HeldKeys, drop
@@ -39,7 +40,8 @@ def compress_due(state: SparseState) -> None:
     """Compress every layer that the last step, which the device ran alone, has left over budget."""
     for layer in state.ordinal:
         if is_due(state, layer):
-            compress(state, layer, state.tokens)
+            with device_of(state.rings[layer].q):
+                compress(state, layer, state.tokens)
 
 
 def is_due(state: SparseState, layer: int) -> bool:

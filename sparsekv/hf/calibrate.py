@@ -6,8 +6,8 @@ sinks and recent tokens only. The gate of a KV head is how much of its output is
 
     r = sum_hi |full_hi - streaming_hi|^2 / sum_hi |full_hi|^2        gate = r / (1 + r)
 
-over its query heads h and the tokens i for which the two may differ. A head that looks back on texts of
-the kind it is calibrated on gets a high gate: give texts of the kind and length it will meet, with
+over its query heads h and the tokens i for which the two may differ. A head that looks back on the
+texts it is calibrated on gets a high gate: give texts of the kind and length it will meet, with
 long-range recall in them. One forward a text; beside it, one attention output.
 """
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sparsekv.attention import device_of
+from sparsekv.device import device_of
 from sparsekv.headwise import Scores
 from sparsekv.hf.cache import SparseCache, SparseLayer
 from sparsekv.hf.check import layer_specs
