@@ -31,6 +31,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from sparsekv.policies._facts import Facts
 from sparsekv.policies.base import Policy, Selection, Stats, TopK, one_of, positive
 from sparsekv.policies.budgets import exact
 from sparsekv.policies.expected import Expected
@@ -53,6 +54,13 @@ class AdaKV(Wrapper):
     name: ClassVar[str] = "adakv"
     keeps: ClassVar[str] = "as its scorer, with more keys in heads that need them"
     paper: ClassVar[str] = "Ada-KV, arXiv 2407.11550"
+    facts: ClassVar[Facts] = Facts(
+        protects="what its scorer protects",
+        budget="C a KV head on average, shared among the KV heads of a layer",
+        acts="once, after the prompt",
+        flops="as its scorer, and a top-k of T HK scores",
+        bytes="as its scorer, and its scores some times more",
+    )
     ragged: ClassVar[bool] = True
 
     @classmethod

@@ -22,6 +22,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from sparsekv.policies._facts import Facts
 from sparsekv.policies.base import Policy, Selection, Stats, TopK, positive
 from sparsekv.policies.snapkv import SnapKV
 from sparsekv.policies.wrapper import Wrapper, check_scorer, unprotected
@@ -37,6 +38,13 @@ class Chunked(Wrapper):
     name: ClassVar[str] = "chunked"
     keeps: ClassVar[str] = "stretches of consecutive tokens that score best"
     paper: ClassVar[str] = "ChunkKV, arXiv 2502.00299"
+    facts: ClassVar[Facts] = Facts(
+        protects="what its scorer protects",
+        budget="as its scorer",
+        acts="once, after the prompt",
+        flops="as its scorer, and 2 chunk T HK additions",
+        bytes="as its scorer, and its scores `chunk` times more",
+    )
 
     def __post_init__(self) -> None:
         check_scorer(self, self.scorer)

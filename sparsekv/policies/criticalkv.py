@@ -26,6 +26,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from sparsekv.policies._facts import Facts
 from sparsekv.policies.adakv import AdaKV
 from sparsekv.policies.base import Phase, Policy, Selection, Stats, TopK
 from sparsekv.policies.budgets import exact
@@ -45,6 +46,13 @@ class CriticalKV(Wrapper):
     name: ClassVar[str] = "criticalkv"
     keeps: ClassVar[str] = "as its scorer, with half chosen by what their values can change, too"
     paper: ClassVar[str] = "CriticalKV, arXiv 2502.03805"
+    facts: ClassVar[Facts] = Facts(
+        protects="what its scorer protects",
+        budget="as its scorer",
+        acts="once, after the prompt",
+        flops="as its scorer, and in the prompt 2 T D D_model HQ, one more output projection",
+        bytes="as its scorer, and in the prompt V and W_O once more, 4 T HK written",
+    )
 
     @classmethod
     def ada(cls) -> CriticalKV:
@@ -74,7 +82,8 @@ class CriticalKV(Wrapper):
         return self.scorer.ragged
 
     def features(self, layer: int, phase: Phase) -> tuple[Feature, ...]:
-        return (*self.scorer.features(layer, phase), ProjectedValueNorm())
+        own = (ProjectedValueNorm(),) if phase == "prefill" else ()
+        return (*self.scorer.features(layer, phase), *own)
 
     def select(
         self,

@@ -27,6 +27,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from sparsekv.policies._facts import Facts
 from sparsekv.policies.base import LayerPlan, ModelShape, Phase, Policy, Stats, positive
 from sparsekv.policies.features import ExpectedProbability, Feature, ValueNorm
 
@@ -44,6 +45,13 @@ class Expected(Policy):
     name: ClassVar[str] = "expected"
     keeps: ClassVar[str] = "keys that future queries are expected to attend to, and sinks"
     paper: ClassVar[str] = "Expected Attention, arXiv 2510.00636"
+    facts: ClassVar[Facts] = Facts(
+        protects="the first `sinks` tokens",
+        budget="C a KV head, the same everywhere",
+        acts="once, after the prompt",
+        flops="prompt: 4 T D^2 HQ; step: none",
+        bytes="prompt: Q, K and V once more, 4 T HQ written and read twice; step: none",
+    )
 
     def __post_init__(self) -> None:
         positive("sinks", self.sinks, at_least=0)
@@ -55,6 +63,8 @@ class Expected(Policy):
         return (LayerPlan(budget, sinks=min(self.sinks, budget - 1)),) * shape.num_layers
 
     def features(self, layer: int, phase: Phase) -> tuple[Feature, ...]:
+        if phase == "decode":
+            return ()
         return (self._probability, ValueNorm()) if self.value_norm else (self._probability,)
 
     def score(self, layer: int, stats: Stats) -> Tensor:

@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from sparsekv.policies._facts import Facts
 from sparsekv.policies.base import LayerPlan, ModelShape, Phase, Policy, Stats
 from sparsekv.policies.features import Feature, KeyNorm
 
@@ -26,13 +27,20 @@ class Knorm(Policy):
     name: ClassVar[str] = "knorm"
     keeps: ClassVar[str] = "keys of the smallest norm"
     paper: ClassVar[str] = "A simple and effective L2 norm-based strategy, arXiv 2406.11430"
+    facts: ClassVar[Facts] = Facts(
+        protects="nothing",
+        budget="C a KV head, the same everywhere",
+        acts="once, after the prompt",
+        flops="prompt: 2 T D HK; step: none",
+        bytes="prompt: K once more, 4 T HK written; step: none",
+    )
     signed: ClassVar[bool] = True
 
     def plan(self, shape: ModelShape, tokens: int, budget: int) -> tuple[LayerPlan, ...]:
         return (LayerPlan(budget),) * shape.num_layers
 
     def features(self, layer: int, phase: Phase) -> tuple[Feature, ...]:
-        return (KeyNorm(),)
+        return (KeyNorm(),) if phase == "prefill" else ()
 
     def score(self, layer: int, stats: Stats) -> Tensor:
         return -stats.features[KeyNorm()]

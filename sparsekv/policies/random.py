@@ -16,6 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from sparsekv.policies._facts import Facts
 from sparsekv.policies.base import LayerPlan, ModelShape, Policy, Stats, positive
 from sparsekv.policies.noise import uniform
 
@@ -29,6 +30,13 @@ class Random(Policy):
     name: ClassVar[str] = "random"
     keeps: ClassVar[str] = "keys at random"
     paper: ClassVar[str] = "none (control)"
+    facts: ClassVar[Facts] = Facts(
+        protects="nothing",
+        budget="C a KV head, the same everywhere",
+        acts="once, after the prompt",
+        flops="none; some 40 integer operations a key of the prompt",
+        bytes="prompt: 4 T HK written; step: none",
+    )
 
     def __post_init__(self) -> None:
         positive("seed", self.seed, at_least=0)

@@ -7,10 +7,7 @@ written out on a dense run.
 from __future__ import annotations
 
 import copy
-import importlib.util
 import pickle
-import sys
-import types
 from typing import Any
 
 import pytest
@@ -54,21 +51,6 @@ RAGGED = [name for name, policy in POLICIES.items() if policy.ragged]
 # Whose scores are of the key and its position alone, so that chunks change nothing.
 QUERY_FREE = ["knorm", "random"]
 every_policy = pytest.mark.parametrize("policy", POLICIES)
-
-
-def projected_norm(v, w_o):
-    """mean_h |v_j W_O^(h)|_1: v [B, HK, T, D], w_o [D_model, HQ * D]."""
-    blocks = w_o.float().T.unflatten(0, (v.shape[1], -1, v.shape[3]))  # [HK, G, D, D_model]
-    return torch.einsum("bktd,kgdm->bkgtm", v.float(), blocks).abs().sum(-1).mean(2)
-
-
-@pytest.fixture(autouse=True)
-def a_kernel_that_may_not_be_there_yet(monkeypatch):
-    name = "sparsekv.kernels.projected_norm"
-    if importlib.util.find_spec(name) is None:
-        module = types.ModuleType(name)
-        module.projected_norm = projected_norm
-        monkeypatch.setitem(sys.modules, name, module)
 
 
 def patched(policy: str, budget: int | float, seed: int = 0, **kwargs: Any) -> Any:
