@@ -10,17 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from golden_problem import (
-    KEYS,
-    LOGITS,
-    PROMPT,
-    QUERIES,
-    ROWS,
-    SCALE,
-    VALUES,
-    scores,
-)
+from golden_problem import KEYS, LOGITS, PROMPT, QUERIES, ROWS, SCALE, VALUES, scores
 from reference import expected, keys, pyramid, pyramidinfer, quest, rkv, values
+from reference.attention import rotated
 from reference.critical import two_stages
 from reference.heads import mixed, normalised, official, safeguarded, shares, top
 from reference.keyformer import perturbed
@@ -195,8 +187,6 @@ def test_expected():
 
 
 def test_mean_rotation_is_the_mean_of_rotations():
-    from reference.attention import rotated
-
     x = torch.randn(1, 1, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     turned = rotated(x.expand(1, 6, 8), torch.arange(11, 17), 10_000.0).mean(1)
     matrix = expected.mean_rotation(8, 10_000.0, 11, 6)

@@ -2,7 +2,7 @@
 
 `SUPPORT` is what the tests hold the library to: in each row a policy is "right" (it equals the
 reference, or itself without the feature) or "refused" (a ValueError "expected .., got .."). The
-table of the documentation is made from it.
+table of the documentation is made from it (`support_table`).
 """
 
 from __future__ import annotations
@@ -34,19 +34,29 @@ FEATURES = {
     "beams": "beam search",
     "drafts": "assisted decoding, prompt lookup, crop()",
     "swaps": "rows of the cache that change places",
+    "deferred": "generate(prefill_chunk_size=...) with defer_eviction: as one forward",
+    "quantised": "kv_dtype",
 }
 
 _EVERYTHING = dict.fromkeys(FEATURES, "right")
 SUPPORT: dict[str, dict[str, str]] = {
     **dict.fromkeys(NAMES, _EVERYTHING),
+    # Its prompt is cut block by block, so that nothing is left to defer.
+    "keydiff": {**_EVERYTHING, "deferred": "refused"},
     # Decided after extra passes, which only generate() runs.
     "kvzip": {**_EVERYTHING, "loop": "refused", "drafts": "refused", "swaps": "refused"},
     # The tail is that of the whole prompt, and rows of a batch would drop different tokens.
     "pyramidinfer": {
         **_EVERYTHING, "padding": "refused", "chunked": "refused", "turns": "refused",
-        "beams": "refused", "drafts": "refused",
+        "beams": "refused", "drafts": "refused", "deferred": "refused",
     },
 }  # fmt: skip
+
+# One set of keys for all heads of a layer or model needs what other ranks know.
+TENSOR_PARALLEL = {
+    **dict.fromkeys(NAMES, "local"),
+    **dict.fromkeys(("tova", "chunked", "kvzip", "pyramidinfer"), "refused"),
+}
 
 # Wrapper -> scorer -> may it be wrapped; a scorer that drops tokens at every step has no score of
 # its own to give, and CriticalKV multiplies scores, so they must not be negative.
@@ -168,11 +178,11 @@ def may_wrap(wrapper: str, scorer: str) -> str:
     return "refused" if negative else SCORERS[scorer]
 
 
-def truth(model: Any, policy: Any, budget: int | float, remember: bool = True) -> Any:
-    """The reference of a policy."""
+def truth(model: Any, policy: Any, budget: int | float, **options: Any) -> Any:
+    """The reference of a policy; options of `Reference`."""
     if policy.name == "pyramidinfer":
         return PrunedReference(model, policy, policy.decay)
-    return Reference(model, policy, budget, remember)
+    return Reference(model, policy, budget, **options)
 
 
 def check(reference: Any, loop: Any, ids: Tensor, last_only: bool = False) -> Tensor:
@@ -186,6 +196,15 @@ def check(reference: Any, loop: Any, ids: Tensor, last_only: bool = False) -> Te
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
     assert loop.kept() == reference.kept()
     return expected[-1:].argmax(-1, keepdim=True)
+
+
+def support_table() -> str:
+    """`SUPPORT` of the policies that the library has, as Markdown; a refusal is a dash."""
+    sign = {"right": "✓", "refused": "–"}
+    rows = [["policy", *FEATURES], ["---"] * (1 + len(FEATURES))]
+    for name in (name for name in NAMES if name in POLICIES):
+        rows.append([f"`{name}`", *(sign[SUPPORT[name][feature]] for feature in FEATURES)])
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 @contextmanager

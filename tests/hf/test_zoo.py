@@ -10,7 +10,18 @@ from dataclasses import replace
 import pytest
 import torch
 from rig import Loop, greedy, kept, left_padded, prompt, tiny_llama
-from zoo import EXAMPLES, FEATURES, GROUPS, NAMES, SUPPORT, check, example, held_to, truth
+from zoo import (
+    EXAMPLES,
+    FEATURES,
+    GROUPS,
+    NAMES,
+    SUPPORT,
+    check,
+    example,
+    held_to,
+    support_table,
+    truth,
+)
 
 import sparsekv
 from sparsekv.hf.compat import cache_key
@@ -36,12 +47,12 @@ def under(name, model, budget=None, **kwargs):
     return sparsekv.patch(model, policy, budget or sizes(name)[1], **kwargs)
 
 
-def pair(name, seed=0, remember=True, **config):
+def pair(name, seed=0, **config):
     """The reference and a manual loop over the same weights."""
     model = tiny_llama(seed, **config)
     policy = example(name, model.config.num_hidden_layers, model.config.num_key_value_heads)
     budget = sizes(name)[1]
-    return truth(model, policy, budget, remember), Loop(sparsekv.patch(model, policy, budget))
+    return truth(model, policy, budget), Loop(sparsekv.patch(model, policy, budget))
 
 
 def test_the_tables_know_every_policy():
@@ -49,6 +60,7 @@ def test_the_tables_know_every_policy():
     assert set(POLICIES) <= set(EXAMPLES) and set(POLICIES) <= set(SUPPORT)
     for row in SUPPORT.values():
         assert set(row) == set(FEATURES) and set(row.values()) <= {"right", "refused"}
+    assert support_table().count("\n") == 2 + len(POLICIES)
 
 
 # ------------------------------------------------------------------ against the reference
@@ -105,6 +117,23 @@ def test_prompt_in_chunks(name):
 
 
 @every_policy
+def test_a_quantised_cache(name):
+    """Both sides round the same numbers: prompt, steps, a second turn, steps."""
+    with held_to(SUPPORT[name]["quantised"]):
+        model, budget = tiny_llama(5).double(), sizes(name)[1]
+        policy = example(name)
+        sparsekv.patch(model, policy, budget, kv_dtype="int8")
+        if name in ("kvzip", "pyramidinfer"):  # their references know no rounding
+            greedy(model, prompt(40, 5), 8)
+            return
+        reference, loop = truth(model, policy, budget, kv_dtype="int8"), Loop(model)
+        for length, steps in ((sizes(name)[0], 12), (9, 4)):
+            token = check(reference, loop, prompt(length, steps))
+            for _ in range(steps):
+                token = check(reference, loop, token)
+
+
+@every_policy
 def test_turns(name):
     """The second turn feeds the last token of the first together with the question."""
     length, budget = sizes(name)
@@ -124,6 +153,18 @@ def test_turns(name):
 
 
 # ------------------------------------------------------------------ against itself
+
+
+@every_policy
+def test_deferred_chunks_are_one_forward(name):
+    length, _ = sizes(name)
+    with held_to(SUPPORT[name]["deferred"]):
+        once = greedy(under(name, tiny_llama()), prompt(length), 8)
+        model = under(name, tiny_llama(), defer_eviction=True)
+        chunked = greedy(model, prompt(length), 8, prefill_chunk_size=10)
+        assert chunked.tokens.tolist() == once.tokens.tolist()
+        torch.testing.assert_close(chunked.logits, once.logits, atol=1e-4, rtol=0)
+        assert kept(chunked.cache) == kept(once.cache)
 
 
 @every_policy
@@ -299,7 +340,7 @@ def test_slots_have_no_order(name):
 
 @every_policy
 def test_what_is_held_is_what_is_planned(name):
-    """B25: the budget holds after the prompt and after every step, in pages that exist."""
+    """B25, B29: the budget holds after the prompt and after every step, in pages that exist."""
     if name in ("full", "quest", "kvzip", "pyramidinfer"):
         pytest.skip("keeps everything, or not per layer")
     length, budget = sizes(name)
@@ -313,5 +354,6 @@ def test_what_is_held_is_what_is_planned(name):
         counts = [[len(head) for head in layer] for layer in loop.kept()]
         assert counts == [[len(head) for head in layer] for layer in reference.kept()]
         pages = sum(-(-n // 16) for layer in counts for n in layer)
-        assert loop.cache.report().pages_used == pages
+        room = name in ("scissorhands", "keydiff", "rkv")  # grow up to a limit, 2 pages here
+        assert pages <= loop.cache.report().pages_used <= (12 if room else pages)
         ids = prompt(1, int(ids[0, -1]))

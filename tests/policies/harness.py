@@ -127,6 +127,7 @@ class Row:
     layer: int
     positions: Tensor
     state: Tensor
+    features: Callable[[Feature], Tensor] | None = None
 
     def kept(self) -> list[list[int]]:
         """Positions per KV head, ascending; -1 pads shorter heads."""
@@ -207,12 +208,12 @@ def prefill(
     if need is not None:
         sums = columns(probabilities, need, num_kv_heads)
         state = policy.observe(layer, "prefill", state, sums, positions)
-    row = Row(policy, plan, layer, positions, state)
+    row = Row(policy, plan, layer, positions, state, features)
     left = slots_after_prompt(plan)
     if left is None or tokens <= left:
         return row
     keep = torch.full((1, num_kv_heads), left, dtype=torch.int32)
-    chosen = row.select(keep, stats_of(row, sums, tokens - 1, features), tokens - 1)
+    chosen = row.select(keep, stats_of(row, sums, tokens - 1), tokens - 1)
     if policy.ragged:
         assert int(chosen.count.sum()) == int(keep.sum())
     else:
@@ -223,19 +224,14 @@ def prefill(
     return row
 
 
-def stats_of(
-    row: Row,
-    sums: Tensor | None,
-    newest: int,
-    features: Callable[[Feature], Tensor] | None = None,
-) -> Stats:
+def stats_of(row: Row, sums: Tensor | None, newest: int) -> Stats:
     """What the policy of a row sees of its keys, which stand in ascending order."""
     policy, held = row.policy, row.positions.shape[-1]
     lengths = torch.full(row.positions.shape[:2], held, dtype=torch.int32)
     recent = torch.tensor([min(row.plan.recent, held)], dtype=torch.int32)
     phase = "prefill" if row.positions[0, 0].tolist() == list(range(held)) else "decode"
     answers = features_of(policy, row.layer, phase, row.positions, newest)
-    if features is not None:
-        answers = {feature: features(feature) for feature in answers}
+    if row.features is not None:
+        answers = {feature: row.features(feature) for feature in answers}
     state = row.state if policy.stateful else None
     return Stats(sums, state, row.positions, lengths, recent, answers)

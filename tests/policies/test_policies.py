@@ -15,7 +15,7 @@ from harness import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from zoo import EXAMPLES
+from zoo import EXAMPLES, TENSOR_PARALLEL
 
 from sparsekv.policies import (
     H2O,
@@ -205,6 +205,13 @@ def test_registry():
         POLICIES["mine"] = Policy
     policy = SnapKV(window=4)
     assert get_policy(policy) is policy
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_what_ranks_would_have_to_share(name):
+    """A policy that ranks over heads of other ranks says so, and is refused there."""
+    said = getattr(POLICIES[name], "tensor_parallel", "local")
+    assert said == TENSOR_PARALLEL[name]
 
 
 @pytest.mark.parametrize("wrong", ["SnapKV", "", None, SnapKV, 3])
