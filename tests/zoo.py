@@ -52,10 +52,11 @@ SUPPORT: dict[str, dict[str, str]] = {
     },
 }  # fmt: skip
 
-# One set of keys for all heads of a layer or model needs what other ranks know.
+# One set of keys for all heads of a layer or model needs what other ranks know; gates and noise are
+# numbered by heads of the whole layer.
 TENSOR_PARALLEL = {
     **dict.fromkeys(NAMES, "local"),
-    **dict.fromkeys(("tova", "chunked", "kvzip", "pyramidinfer"), "refused"),
+    **dict.fromkeys(("tova", "chunked", "kvzip", "pyramidinfer", "duo", "keyformer"), "refused"),
 }
 
 # Wrapper -> scorer -> may it be wrapped; a scorer that drops tokens at every step has no score of

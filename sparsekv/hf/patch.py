@@ -127,8 +127,8 @@ def _check_policy(model: PreTrainedModel, policy: Policy, defer_eviction: bool) 
         )
     if policy.tensor_parallel == "refused" and tp_size(model) > 1:
         raise ValueError(
-            f"expected a model on one device for policy {policy.name!r}, whose heads of a layer "
-            f"decide together, got one sharded over {tp_size(model)} tensor-parallel ranks"
+            f"expected a model on one device for policy {policy.name!r}, which has to know all "
+            f"heads of a layer, got one sharded over {tp_size(model)} tensor-parallel ranks"
         )
     model_parts(model, policy)
 

@@ -29,6 +29,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
+from sparsekv.policies._facts import Facts
 from sparsekv.policies.base import HeadPlan, LayerPlan, ModelShape, Policy, Stats, positive
 from sparsekv.policies.budgets import exact
 
@@ -45,6 +46,14 @@ class Duo(Policy):
     name: ClassVar[str] = "duo"
     keeps: ClassVar[str] = "everything in retrieval heads, sinks and newest tokens in the others"
     paper: ClassVar[str] = "DuoAttention, arXiv 2410.10819"
+    facts: ClassVar[Facts] = Facts(
+        protects="all keys of retrieval heads; the first `sinks` of the others",
+        budget="C at most a streaming head, which holds sinks + recent; none for retrieval heads",
+        acts="after the prompt; then a new token overwrites the oldest of a streaming head that "
+        "is not a sink",
+        flops="none",
+        bytes="prompt: none; step: 4 n HK, the positions",
+    )
     evicts_by: ClassVar[Literal["score", "position"]] = "position"
     tensor_parallel: ClassVar[Literal["local", "refused"]] = "refused"
 

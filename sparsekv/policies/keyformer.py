@@ -26,6 +26,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
+from sparsekv.policies._facts import Facts
 from sparsekv.policies.base import (
     Gumbel,
     LayerPlan,
@@ -55,7 +56,17 @@ class Keyformer(Policy):
     name: ClassVar[str] = "keyformer"
     keeps: ClassVar[str] = "keys with the most noisy attention so far and the newest tokens"
     paper: ClassVar[str] = "Keyformer, arXiv 2403.09054"
+    facts: ClassVar[Facts] = Facts(
+        protects="the newest C recent_fraction tokens",
+        budget="C a KV head, the same everywhere",
+        acts="after the prompt; then each step attends C + 1 keys and drops one",
+        flops="prompt: 2 T^2 D HQ, the logits twice more, and T^2 HQ draws of noise; step: none",
+        bytes="prompt: Q and K twice more, 4 T HK written; step: 12 n HQ + 24 n HK for "
+        "probabilities, scores and positions",
+    )
     stateful: ClassVar[bool] = True
+    # Heads are numbered for the noise as this process sees them.
+    tensor_parallel: ClassVar[Literal["local", "refused"]] = "refused"
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.recent_fraction <= 1.0:

@@ -224,7 +224,7 @@ def test_what_cannot_be_served_is_refused_with_the_reason(monkeypatch):
     with pytest.raises(ValueError, match="expected gates for 3 layers of 2 KV heads, got 1 of 2"):
         greedy(model, prompt(8))
     monkeypatch.setattr("sparsekv.hf.patch.tp_size", lambda model: 2)
-    for name in ("tova", "duo"):
+    for name in ("tova", "keyformer", "duo"):
         with pytest.raises(ValueError, match="tensor-parallel ranks"):
             sparsekv.patch(tiny_llama(), example(name), 16)
 

@@ -210,8 +210,7 @@ def test_registry():
 @pytest.mark.parametrize("name", POLICIES)
 def test_what_ranks_would_have_to_share(name):
     """A policy that ranks over heads of other ranks says so, and is refused there."""
-    said = getattr(POLICIES[name], "tensor_parallel", "local")
-    assert said == TENSOR_PARALLEL[name]
+    assert POLICIES[name]().tensor_parallel == TENSOR_PARALLEL[name]
 
 
 @pytest.mark.parametrize("wrong", ["SnapKV", "", None, SnapKV, 3])
