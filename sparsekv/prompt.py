@@ -109,7 +109,7 @@ def chunk(
         slot_scores = store.view(local, "scores").gather(-1, held.order)
     candidates = Candidates(held.keys.positions, held.keys.held, store.lens[local], slot_scores)
     kept = choose(state, layer, candidates, columns_of, asked.feature)
-    drop(store, local, held.order, kept)
+    drop(store, local, held.order, kept, trim=not part.more)  # the next part wants the pages again
     asked.remember()
     return out
 

@@ -34,7 +34,7 @@ class Part:
     lengths: int [B] real tokens among the T. seen: int [B] real tokens of the row so far, these
     included; so theirs are the positions seen - lengths .. seen - 1.
     columns: int [B, T] which columns of the forward these are, where rows take different ones, or
-    None: T in a row.
+    None: T in a row. more: another part of the same prompt follows.
     """
 
     kind: str
@@ -44,6 +44,7 @@ class Part:
     seen: np.ndarray
     _device: dict[torch.device, RowTensors] = field(default_factory=dict)
     columns: np.ndarray | None = None
+    more: bool = False
     _made: dict[Hashable, Any] = field(default_factory=dict)
 
     def on(self, device: torch.device) -> RowTensors:
@@ -104,7 +105,8 @@ def in_blocks(part: Part, block: int) -> list[Part]:
         kind = "chunk" if start else part.kind
         plain = (columns == columns[:1, :1] + column).all()
         first = part.start + int(columns[0, 0])
-        parts.append(Part(kind, first, width, real, seen, columns=None if plain else columns))
+        own, more = None if plain else columns, start + block < longest
+        parts.append(Part(kind, first, width, real, seen, columns=own, more=more))
     return parts
 
 
