@@ -11,6 +11,7 @@ D head_dim, P page_size, N pages, L layers, W observation window.
 
 from sparsekv import policies
 from sparsekv.hf.cache import SparseCache
+from sparsekv.hf.calibrate import calibrate_duo
 from sparsekv.hf.patch import new_cache, patch, unpatch
 from sparsekv.policies import POLICIES
 from sparsekv.report import CacheReport
@@ -21,6 +22,7 @@ __all__ = [
     "POLICIES",
     "CacheReport",
     "SparseCache",
+    "calibrate_duo",
     "new_cache",
     "patch",
     "policies",

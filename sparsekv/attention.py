@@ -6,13 +6,10 @@ prefill and chunk (`prompt.py`), decode (`decoding.py`).
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
-
-import torch
 from torch import Tensor
 
 from sparsekv.decoding import decode
+from sparsekv.device import device_of
 from sparsekv.headwise import Scores
 from sparsekv.prompt import chunk, prefill
 from sparsekv.state import SparseState
@@ -35,14 +32,20 @@ def attend(
     Raises:
         ValueError: see `SparseState.begin`.
     """
-    outs = []
+    first = state.seen[layer]
     parts = state.begin(layer, q, k, mask)
-    with _device_of(q):
+    with device_of(q):
+        outs = []
         for part in parts:
-            at = slice(part.start - parts[0].start, part.start - parts[0].start + part.tokens)
             run = {"prefill": prefill, "chunk": chunk, "decode": decode}[part.kind]
-            outs.append(run(state, layer, part, q[:, :, at], k[:, :, at], v[:, :, at], scores))
-    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+            own = [part.pick(x, first) for x in (q, k, v)]
+            outs.append(run(state, layer, part, own[0], own[1], own[2], scores))
+        if len(outs) == 1:
+            return outs[0]
+        out = outs[0].new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3])
+        for part, x in zip(parts, outs, strict=True):
+            part.put(out, x, first)
+    return out
 
 
 def rollback(state: SparseState, tokens: int) -> None:
@@ -63,11 +66,6 @@ def rollback(state: SparseState, tokens: int) -> None:
             )
         for layer, log in state.rewind(tokens).items():
             for part, q, k, v, scores in log:
-                with _device_of(q):
+                with device_of(q):
                     decode(state, layer, part, q, k, v, scores)
     state.settle()
-
-
-def _device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """Triton launches on the current device, which need not be the one of this layer."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

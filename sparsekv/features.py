@@ -132,7 +132,7 @@ def _projected_value_norm(feature: ProjectedValueNorm, source: Source) -> Tensor
 def _key_similarity(feature: KeySimilarity, source: Source) -> Tensor:
     keys = source.keys
     offsets = upload(source.pads.astype(np.int32), keys.k.device) if source.pads.any() else None
-    return key_similarity(keys.k, keys.held.int(), feature.threshold, offsets=offsets)
+    return key_similarity(keys.k, keys.held.contiguous(), feature.threshold, offsets=offsets)
 
 
 def _expected_probability(feature: ExpectedProbability, source: Source) -> Tensor:

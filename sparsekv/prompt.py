@@ -16,17 +16,19 @@ from torch import Tensor
 from sparsekv.cache.paged import PagedKVCache
 from sparsekv.features import Source, compute
 from sparsekv.headwise import Keys, Queries, Scores, headwise_attention, headwise_columns
-from sparsekv.kernels.column_scores import column_scores
+from sparsekv.held import HeldKeys, drop
 from sparsekv.kernels.prefill import prefill_attention
 from sparsekv.moments import PromptMoments
 from sparsekv.policies.base import Need
-from sparsekv.policies.features import ExpectedProbability, Feature, GroupMaxWindow
+from sparsekv.policies.features import ExpectedProbability, Feature
+from sparsekv.ring import QueryRing, window_rows
 from sparsekv.selection import Candidates, Kept, choose
 from sparsekv.sinks import shift_sinks
 from sparsekv.state import SparseState
+from sparsekv.statistics import statistic
 from sparsekv.step import Part
 
-_LAST = torch.iinfo(torch.int32).max
+Remembered = tuple[Tensor, Tensor] | None  # queries and their positions
 
 
 def prefill(
@@ -47,9 +49,10 @@ def prefill(
     out, lse = prefill_attention(flat_q, flat_k, flat_v, *lengths, sinks=scores.sinks, **geometry)
 
     def columns_of(need: Need) -> Tensor:
-        return column_scores(
-            flat_q, flat_k, lse, *lengths,
-            rows=need.rows, statistic=need.statistic, group=need.group, **geometry,
+        own = state.ordinal[layer]
+        return statistic(
+            need, flat_q, flat_k, lse, lengths, lambda: _positions(part, q.device) + 1, own,
+            geometry,
         ).expand(-1, heads, -1)  # fmt: skip
 
     def fresh() -> Candidates:
@@ -91,25 +94,22 @@ def chunk(
     store, local = state.store(layer)
     _append_chunk(store, local, part, k, v)
     shift_sinks(state, layer, part)
-    order, positions = _position_order(store, local)
-    keys = Keys(*store.gather(local, order), positions, store.seqlens[local])
-    queries = _queries(q, part)
-    out, lse = headwise_attention(queries, keys, scores, window)
-    asked = _Asked(state, layer, part, queries, keys, scores, np.zeros_like(part.lengths))
+    held, queries = HeldKeys.of(store, local), _queries(q, part)
+    out, lse = headwise_attention(queries, held.keys, scores, window)
+    asked = _Asked(state, layer, part, queries, held.keys, scores, np.zeros_like(part.lengths))
 
     def columns_of(need: Need) -> Tensor:
+        own = state.ordinal[layer]
         if need.rows is None:
-            return headwise_columns(queries, keys, lse, need, scores, window)
-        last = asked.last(need.rows)
-        last_lse = headwise_attention(last, keys, scores, window)[1]
-        return headwise_columns(last, keys, last_lse, need, scores, window)
+            return headwise_columns(queries, held.keys, lse, need, scores, window, own)
+        return held.columns(asked.last(need.rows), need, scores, window, own)
 
     slot_scores = None
     if state.policy.stateful and layer in state.ordinal:
-        slot_scores = store.view(local, "scores").gather(-1, order)
-    host = store.lens[local]
-    candidates = Candidates(positions, keys.held, host, slot_scores)
-    _drop(store, local, order, choose(state, layer, candidates, columns_of, asked.feature))
+        slot_scores = store.view(local, "scores").gather(-1, held.order)
+    candidates = Candidates(held.keys.positions, held.keys.held, store.lens[local], slot_scores)
+    kept = choose(state, layer, candidates, columns_of, asked.feature)
+    drop(store, local, held.order, kept, trim=not part.more)  # the next part wants the pages again
     asked.remember()
     return out
 
@@ -142,29 +142,13 @@ def _positions(part: Part, device: torch.device) -> Tensor:
     return part.once(("positions", device), positions)
 
 
-def _position_order(store: PagedKVCache, local: int) -> tuple[Tensor, Tensor]:
-    """Slots in ascending position, int64 [B, HK, S], and those positions; free slots come last."""
-    positions = store.view(local, "positions")
-    slot = torch.arange(positions.shape[-1], device=positions.device)
-    in_use = slot < store.seqlens[local][..., None]
-    ordered, order = torch.where(in_use, positions, _LAST).sort(dim=-1)
-    width = int(store.lens[local].max())
-    return order[..., :width], ordered[..., :width]
-
-
-def _drop(store: PagedKVCache, local: int, order: Tensor, kept: Kept) -> None:
-    """Write scores back and compact the layer to `kept`, whose indices run along `order`."""
-    if kept.slot_scores is not None:
-        by_slot = store.view(local, "scores").scatter(-1, order, kept.slot_scores)
-        store.store_scores(local, by_slot)
-    if kept.everything:
-        return
-    index = kept.selection.index
-    slots = order.gather(-1, index.clamp_min(0).long())
-    votes = torch.zeros_like(store.view(local, "positions"))
-    votes.scatter_add_(-1, slots, (index >= 0).int())
-    store.compact(local, votes > 0, kept.host)
-    store.trim(local)
+def _remembered(state: SparseState, layer: int, part: Part) -> Remembered:
+    """The last queries before this part, as far as anybody wanted them."""
+    ring = state.rings.pop(layer, None)
+    if ring is None:
+        return state.queries.pop(layer, None)
+    last = ring.read(part.on(ring.q.device).before - 1, ring.rows)
+    return last.q, last.positions
 
 
 class _Asked:
@@ -184,7 +168,7 @@ class _Asked:
         pads: np.ndarray,
     ) -> None:
         self.state, self.layer, self.queries = state, layer, queries
-        self.remembered = state.queries.pop(layer, None)
+        self.part, self.remembered = part, _remembered(state, layer, part)
         rows, before = part.on(queries.q.device), state.moments.pop(layer, {})
         seen = part.once(("seen", queries.q.device), lambda: rows.before + rows.used)
         self.moments = PromptMoments(queries, seen, before, state.parts.rotary)
@@ -202,34 +186,37 @@ class _Asked:
         return compute(feature, self.source)
 
     def remember(self) -> None:
-        """Keep last queries and moments for a chunk that may follow."""
+        """Keep last queries and moments for a chunk or a compression that may follow."""
         state, layer = self.state, self.layer
         ordinal = state.ordinal.get(layer)
-        if ordinal is None or not state.keep_queries:
+        if ordinal is None or state.limits is None:
             return
-        need = state.policy.needs(ordinal, "prefill")
-        features = state.policy.features(ordinal, "prefill")
-        rows = [need.rows] if need is not None and need.rows is not None else []
-        rows += [feature.rows for feature in features if isinstance(feature, GroupMaxWindow)]
-        if rows:
-            last = self.last(max(rows))
+        rows = window_rows(state.policy, ordinal, "decode")
+        if state.limits.mode[layer] == "interval" or (state.deferred and rows):
+            on = self.part.on(self.queries.q.device)
+            newest = on.before + on.used - 1
+            state.rings[layer] = QueryRing.of(self.last(rows), rows, newest, self.source.scores)
+        if not state.keep_queries:
+            return
+        rows = window_rows(state.policy, ordinal, "prefill")
+        if rows and layer not in state.rings:
+            last = self.last(rows)
             state.queries[layer] = (last.q, last.positions)
-        for feature in features:
+        for feature in state.policy.features(ordinal, "prefill"):
             if isinstance(feature, ExpectedProbability):
                 self.moments.of(feature)
         if self.moments.made:
             state.moments[layer] = self.moments.made
 
 
-def _observation_window(
-    queries: Queries, remembered: tuple[Tensor, Tensor] | None, rows: int
-) -> Queries:
+def _observation_window(queries: Queries, remembered: Remembered, rows: int) -> Queries:
     """The last `rows` real queries of remembered and new ones; missing ones sit at -1."""
     q, positions = queries.q, queries.positions
     if remembered is not None:
         q = torch.cat([remembered[0], q], dim=2)
         positions = torch.cat([remembered[1], positions], dim=1)
     positions, order = positions.sort(dim=-1, stable=True)
-    order = order[:, None, -rows:, None].expand(-1, q.shape[1], -1, q.shape[-1])
-    positions = positions[:, -rows:]
+    first = max(positions.shape[1] - rows, 0)
+    order = order[:, None, first:, None].expand(-1, q.shape[1], -1, q.shape[-1])
+    positions = positions[:, first:]
     return Queries(q.gather(2, order), positions, (positions >= 0).sum(-1, dtype=torch.int32))

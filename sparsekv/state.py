@@ -14,16 +14,17 @@ import torch
 from torch import Tensor
 
 from sparsekv.cache.paged import PagedKVCache, Snapshot
-from sparsekv.cache.pages import PagePool
+from sparsekv.cache.pages import PagePool, upload
 from sparsekv.headwise import Scores
 from sparsekv.kernels._quant import check_kv_dtype
 from sparsekv.moments import QueryMoments
 from sparsekv.parts import ModelParts
-from sparsekv.plan import LayerSpec, Limits, make_limits
+from sparsekv.plan import EVICTING, LayerSpec, Limits, make_limits
 from sparsekv.policies import Full
 from sparsekv.policies.base import ModelShape, Policy
+from sparsekv.ring import QueryRing
 from sparsekv.rope import SinkShift
-from sparsekv.step import Part, RowTensors, real_lengths
+from sparsekv.step import Part, RowTensors, in_blocks, real_lengths
 
 
 class SparseState:
@@ -42,8 +43,11 @@ class SparseState:
     Attributes:
         deferred: whether the forward that runs leaves eviction to a later one.
         tokens: int [B] real tokens of each row so far.
+        prompt_lengths: int [B] what `tokens` was when the last prompt ended.
         gaps: (before, pads) of each forward with padding: row b had pads[b] columns of padding
             before its token at position before[b].
+        rings: the last queries of layers that compress between decode steps, see `sparsekv.ring`.
+        capturing: whether the step that runs is being captured: what it does is done again later.
         steady, held_steps: row tensors of decode steps with fixed shapes, and for how many more
             steps pages are found, see `sparsekv.steady`.
         max_columns: columns that a generation may reach, or None if nobody said.
@@ -90,16 +94,20 @@ class SparseState:
         self.tokens = np.zeros(0, dtype=np.int64)
         self.gaps: list[tuple[np.ndarray, np.ndarray]] = []
         self.limits: Limits | None = None
+        self.prompt_lengths = self.tokens
+        self._prompt_lengths: dict[torch.device, Tensor] = {}
         self.queries: dict[int, tuple[Tensor, Tensor]] = {}
         self.moments: dict[int, dict[tuple, QueryMoments]] = {}
         self.true_sinks: dict[int, Tensor] = {}
         self.snapshots: dict[int, Snapshot] = {}
         self.queries_before: dict[int, tuple[Tensor, Tensor]] = {}
         self.moments_before: dict[int, dict[tuple, QueryMoments]] = {}
+        self.rings: dict[int, QueryRing] = {}
+        self.rings_before: dict[int, QueryRing] = {}
         self.log: dict[int, list[tuple[Part, Tensor, Tensor, Tensor, Scores]]] = {}
         self.steady: dict[torch.device, RowTensors] | None = None
         self.held_steps = 0
-        self.deferred = False
+        self.deferred = self.capturing = False
         self._stores: dict[int, tuple[PagedKVCache, int]] = {}
         self._parts: list[Part] = []
         self._start = -1
@@ -178,12 +186,17 @@ class SparseState:
         parts = self._split(start, tokens, lengths)
         if parts[0].kind != "decode":
             self.held_steps = 0
+            self.prompt_lengths, self._prompt_lengths = parts[0].seen, {}
             shape = ModelShape(len(self.ordinal), q.shape[1], k.shape[1], head_dim)
             self.deferred = self.defer_eviction and start + tokens < self.chunked_until
             policy = Full() if self.deferred else self.policy
             limits = make_limits(policy, self.budget, self.layers, shape, parts[0].seen)
             self._keep_sinks(limits)
             self.limits = limits
+            block = self.policy.prefill_block
+            evicts = (limits.keep[[*self.ordinal]] < parts[0].seen[:, None]).any()
+            if block is not None and not self.deferred and evicts:
+                parts = in_blocks(parts[0], block) + parts[1:]
         self._start, self._parts = start, parts
         self.tokens = self.tokens + lengths
         if self.steady is not None and self.held_steps:
@@ -198,7 +211,7 @@ class SparseState:
         """A row that has evicted gets no more sinks than before: the next ones are gone."""
         for layer, (store, index) in self._stores.items():
             assert self.limits is not None
-            evicted = (store.lens[index] < self.tokens[:, None]).any(-1)
+            evicted = (store.lens[index] < self.tokens[:, None]).any(-1, keepdims=True)
             fewer = np.minimum(limits.sinks[layer], self.limits.sinks[layer])
             limits.sinks[layer] = np.where(evicted, fewer, limits.sinks[layer])
 
@@ -242,18 +255,21 @@ class SparseState:
         members, part = self.members(store), self._parts[0]
         assert self.limits is not None
         if part.kind == "prefill":
-            keep = np.minimum(self.limits.keep[members], part.lengths)
+            keep = np.minimum(self.limits.keep[members], part.lengths[:, None])
             if self.policy.ragged:  # who gets which page is known when a layer has selected
-                pages = -(-keep // store.pool.page_size)
-                store.pool.reserve(int(pages.sum()) * store.lens.shape[2])
+                store.pool.reserve(int((-(-keep // store.pool.page_size)).sum()))
             else:
-                new = np.broadcast_to(keep[:, :, None], store.lens.shape)
-                store.ensure(np.arange(len(members)), new, self.rewrites[members])
+                store.ensure(np.arange(len(members)), keep, self.rewrites[members])
         elif part.kind == "decode" and not self.recording:
-            held = store.lens
-            room = held < self.limits.budget[members][:, :, None]
+            room = store.lens < self.limits.budget[members]
             grows = room | (self.limit_modes[members] != "replace")[:, None, None]
             store.ensure(np.arange(len(members)), grows.astype(np.int32), self.rewrites[members])
+
+    def prompt_lengths_on(self, device: torch.device) -> Tensor:
+        """int32 [B] tokens of each row when its last prompt ended, on `device`."""
+        if device not in self._prompt_lengths:
+            self._prompt_lengths[device] = upload(self.prompt_lengths.astype(np.int32), device)
+        return self._prompt_lengths[device]
 
     @property
     def limit_modes(self) -> np.ndarray:
@@ -267,7 +283,7 @@ class SparseState:
         assert self.limits is not None
         return np.array(
             [
-                mode != "grow" or (self.policy.stateful and layer in self.ordinal)
+                mode in EVICTING or (self.policy.stateful and layer in self.ordinal)
                 for layer, mode in enumerate(self.limits.mode)
             ]
         )
@@ -288,6 +304,7 @@ class SparseState:
         for store in self.stores:
             store.select_rows(rows)
         self.tokens = self.tokens[rows]
+        self.prompt_lengths, self._prompt_lengths = self.prompt_lengths[rows], {}
         self.gaps = [(before[rows], pads[rows]) for before, pads in self.gaps]
         self.limits = self.limits.select_rows(rows) if self.limits else None
 
@@ -303,6 +320,10 @@ class SparseState:
             for i, kinds in self.moments.items()
         }
         self.true_sinks = {i: pick(k) for i, k in self.true_sinks.items()}
+        self.rings = {
+            i: ring.select_rows(torch.from_numpy(rows).to(ring.q.device))
+            for i, ring in self.rings.items()
+        }
 
     def open_round(self, layer: int) -> None:
         """Snapshot a layer before its first draft token since the last `settle`."""
@@ -313,6 +334,8 @@ class SparseState:
                 self.queries_before[layer] = self.queries[layer]
             if layer in self.moments:
                 self.moments_before[layer] = self.moments[layer]
+            if layer in self.rings:
+                self.rings_before[layer] = self.rings[layer].clone()
             self.log[layer] = []
 
     def rewind(self, tokens: int) -> dict[int, list]:
@@ -326,6 +349,7 @@ class SparseState:
         self.snapshots = {}
         self.queries |= self.queries_before
         self.moments |= self.moments_before
+        self.rings |= self.rings_before
         self.tokens = self.tokens - tokens
         self.forget_forward()
         return replay
@@ -346,4 +370,4 @@ class SparseState:
         for layer, snapshot in self.snapshots.items():
             self._stores[layer][0].drop(snapshot)
         self.snapshots, self.log = {}, {}
-        self.queries_before, self.moments_before = {}, {}
+        self.queries_before, self.moments_before, self.rings_before = {}, {}, {}

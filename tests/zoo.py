@@ -41,11 +41,8 @@ FEATURES = {
 _EVERYTHING = dict.fromkeys(FEATURES, "right")
 SUPPORT: dict[str, dict[str, str]] = {
     **dict.fromkeys(NAMES, _EVERYTHING),
-    # Compressing many slots at once cannot be taken back token by token.
-    "scissorhands": {**_EVERYTHING, "drafts": "refused"},
-    # And its prompt is cut block by block, so that nothing is left to defer.
-    "keydiff": {**_EVERYTHING, "drafts": "refused", "deferred": "refused"},
-    "rkv": {**_EVERYTHING, "drafts": "refused"},
+    # Its prompt is cut block by block, so that nothing is left to defer.
+    "keydiff": {**_EVERYTHING, "deferred": "refused"},
     # Decided after extra passes, which only generate() runs.
     "kvzip": {**_EVERYTHING, "loop": "refused", "drafts": "refused", "swaps": "refused"},
     # The tail is that of the whole prompt, and rows of a batch would drop different tokens.
@@ -55,10 +52,11 @@ SUPPORT: dict[str, dict[str, str]] = {
     },
 }  # fmt: skip
 
-# One set of keys for all heads of a layer or model needs what other ranks know.
+# One set of keys for all heads of a layer or model needs what other ranks know; gates and noise are
+# numbered by heads of the whole layer.
 TENSOR_PARALLEL = {
     **dict.fromkeys(NAMES, "local"),
-    **dict.fromkeys(("tova", "chunked", "kvzip", "pyramidinfer"), "refused"),
+    **dict.fromkeys(("tova", "chunked", "kvzip", "pyramidinfer", "duo", "keyformer"), "refused"),
 }
 
 # Wrapper -> scorer -> may it be wrapped; a scorer that drops tokens at every step has no score of

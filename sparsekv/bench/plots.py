@@ -11,7 +11,7 @@ from sparsekv.bench.policy_cases import BY_CONTEXT
 from sparsekv.bench.results import Results, Row
 from sparsekv.plotting import pyplot
 
-_KERNEL_GROUPS = ("prefill", "decode", "cache")
+_KERNEL_GROUPS = ("prefill", "decode", "cache", "statistics")
 # (what of the rows, which figure of them, axis, file)
 _CURVES = (
     (BY_CONTEXT, "value", "ms a token, B=1", "token_time.png"),

@@ -91,7 +91,7 @@ def patch(
     chosen = get_policy(policy)
     resolve_budget(budget, 1)
     check_config(model)
-    _check_policy(model, chosen)
+    _check_policy(model, chosen, defer_eviction)
     previous = model.__dict__.get(_RECORD)
     _check_compile(model, compile, previous)
     shift = _sink_shift(model, chosen)
@@ -117,13 +117,18 @@ def patch(
     return model
 
 
-def _check_policy(model: PreTrainedModel, policy: Policy) -> None:
+def _check_policy(model: PreTrainedModel, policy: Policy, defer_eviction: bool) -> None:
     """Refuse a policy that lacks what it needs, of its own or of the model."""
     policy.ready()
+    if policy.prefill_block is not None and defer_eviction:
+        raise ValueError(
+            f"expected defer_eviction=False with policy {policy.name!r}, which evicts while it "
+            "reads a prompt, got True"
+        )
     if policy.tensor_parallel == "refused" and tp_size(model) > 1:
         raise ValueError(
-            f"expected a model on one device for policy {policy.name!r}, whose heads of a layer "
-            f"decide together, got one sharded over {tp_size(model)} tensor-parallel ranks"
+            f"expected a model on one device for policy {policy.name!r}, which has to know all "
+            f"heads of a layer, got one sharded over {tp_size(model)} tensor-parallel ranks"
         )
     model_parts(model, policy)
 
@@ -176,6 +181,11 @@ def new_cache(model: PreTrainedModel) -> SparseCache:
         page_size=record.page_size, sink_shift=record.sink_shift, kv_dtype=record.kv_dtype,
         defer_eviction=record.defer_eviction, parts=model_parts(model, record.policy),
     )  # fmt: skip
+
+
+def is_patched(model: PreTrainedModel) -> bool:
+    """Whether `model` carries a policy."""
+    return _RECORD in model.__dict__
 
 
 def _record(model: PreTrainedModel) -> Patch:

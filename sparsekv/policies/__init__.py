@@ -8,6 +8,7 @@ from types import MappingProxyType
 from sparsekv.policies.adakv import AdaKV
 from sparsekv.policies.base import (
     Gumbel,
+    HeadPlan,
     LayerPlan,
     ModelShape,
     Need,
@@ -20,15 +21,21 @@ from sparsekv.policies.base import (
 from sparsekv.policies.budgets import resolve_budget
 from sparsekv.policies.chunked import Chunked
 from sparsekv.policies.criticalkv import CriticalKV
+from sparsekv.policies.duo import Duo
 from sparsekv.policies.expected import Expected
 from sparsekv.policies.full import Full
 from sparsekv.policies.h2o import H2O
+from sparsekv.policies.keydiff import KeyDiff
+from sparsekv.policies.keyformer import Keyformer
 from sparsekv.policies.knorm import Knorm
 from sparsekv.policies.layersplit import LayerSplit
 from sparsekv.policies.pyramid import Pyramid
 from sparsekv.policies.random import Random
+from sparsekv.policies.rkv import RKV
+from sparsekv.policies.scissorhands import Scissorhands
 from sparsekv.policies.snapkv import SnapKV
 from sparsekv.policies.streaming import Streaming
+from sparsekv.policies.tova import TOVA
 
 POLICIES: Mapping[str, type[Policy]] = MappingProxyType(
     {
@@ -40,6 +47,12 @@ POLICIES: Mapping[str, type[Policy]] = MappingProxyType(
             SnapKV,
             Pyramid,
             LayerSplit,
+            TOVA,
+            Scissorhands,
+            Keyformer,
+            KeyDiff,
+            RKV,
+            Duo,
             AdaKV,
             CriticalKV,
             Chunked,
@@ -63,12 +76,18 @@ def get_policy(policy: str | Policy) -> Policy:
 __all__ = [
     "H2O",
     "POLICIES",
+    "RKV",
+    "TOVA",
     "AdaKV",
     "Chunked",
     "CriticalKV",
+    "Duo",
     "Expected",
     "Full",
     "Gumbel",
+    "HeadPlan",
+    "KeyDiff",
+    "Keyformer",
     "Knorm",
     "LayerPlan",
     "LayerSplit",
@@ -78,6 +97,7 @@ __all__ = [
     "Policy",
     "Pyramid",
     "Random",
+    "Scissorhands",
     "Selection",
     "SnapKV",
     "Stats",

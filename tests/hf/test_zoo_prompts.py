@@ -372,7 +372,7 @@ def test_rope_that_cannot_be_undone_is_refused():
 def test_one_set_a_layer_is_refused_on_a_sharded_model(monkeypatch):
     monkeypatch.setattr("sparsekv.hf.patch.tp_size", lambda model: 2)
     with pytest.raises(
-        ValueError, match="policy 'chunked', whose heads of a layer decide together"
+        ValueError, match="policy 'chunked', which has to know all heads of a layer"
     ):
         sparsekv.patch(tiny_llama(), Chunked(), 8)
     sparsekv.patch(tiny_llama(), AdaKV(), 8)

@@ -96,28 +96,14 @@ def columns(probabilities: Tensor, need: Need, num_kv_heads: int) -> Tensor:
 
 def features_of(policy: Policy, layer: int, phase: str, like: Tensor, seed: int) -> dict:
     """A table in (0, 1) for every feature that the policy asks for, fp32 like [1, HK, S]."""
-    asked = policy.features(layer, phase) if hasattr(policy, "features") else ()
     generator = torch.Generator().manual_seed(seed)
+    asked = policy.features(layer, phase)
     return {feature: torch.rand(like.shape, generator=generator) for feature in asked}
-
-
-def make_stats(
-    columns: Tensor | None,
-    state: Tensor | None,
-    positions: Tensor,
-    lengths: Tensor,
-    recent: Tensor,
-    features: dict,
-) -> Stats:
-    """`Stats` of a policy, with features where there are any."""
-    more = {"features": features} if features else {}
-    return Stats(columns, state, positions, lengths, recent, **more)
 
 
 def slots_after_prompt(plan: LayerPlan) -> int | None:
     """What a prompt leaves; the budget unless the plan says otherwise."""
-    left = getattr(plan, "prefill", None)
-    return plan.budget if left is None else left
+    return plan.budget if plan.prefill is None else plan.prefill
 
 
 def topk(
@@ -170,16 +156,16 @@ class Row:
         order = self.positions.sort(-1).indices
         self.positions = self.positions.gather(-1, order)
         self.state = self.state.gather(-1, order)
-        stats = stats_of_row(self, row if row is None else row.gather(-1, order), token)
+        stats = stats_of(self, row if row is None else row.gather(-1, order), token)
         keep = torch.full(self.positions.shape[:2], self.plan.low, dtype=torch.int32)
-        index = self.select(stats, keep, token + 1).index[..., : self.plan.low].long()
+        index = self.select(keep, stats, token).index[..., : self.plan.low].long()
         self.positions = self.positions.gather(-1, index)
         self.state = self.state.gather(-1, index)
 
-    def select(self, stats: Stats, keep: Tensor, tokens: int) -> Selection:
-        """What the policy keeps of a row that has seen `tokens`."""
-        safe = protected(self.positions, self.plan, tokens)
+    def select(self, keep: Tensor, stats: Stats, newest: int) -> Selection:
+        """What the policy keeps of the row."""
         scores = self.policy.score(self.layer, stats)
+        safe = protected(self.positions, self.plan, newest + 1)
         return self.policy.select(scores, keep, safe, topk, layer=self.layer, stats=stats)
 
     def _drop(self, token: int) -> None:
@@ -211,7 +197,7 @@ def prefill(
 ) -> Row:
     """Plan, observe, score, select for a prompt with probabilities [HQ, T, T].
 
-    features: a feature that the policy asks for -> its fp32 [1, HK, S]; any numbers without it.
+    features: fp32 [1, HK, T] of each one that the policy asks for; random numbers otherwise.
     """
     tokens = probabilities.shape[-1]
     model = shape(num_layers, probabilities.shape[0], num_kv_heads)
@@ -227,7 +213,7 @@ def prefill(
     if left is None or tokens <= left:
         return row
     keep = torch.full((1, num_kv_heads), left, dtype=torch.int32)
-    chosen = row.select(stats_of_row(row, sums, tokens - 1), keep, tokens)
+    chosen = row.select(keep, stats_of(row, sums, tokens - 1), tokens - 1)
     if policy.ragged:
         assert int(chosen.count.sum()) == int(keep.sum())
     else:
@@ -238,14 +224,14 @@ def prefill(
     return row
 
 
-def stats_of_row(row: Row, sums: Tensor | None, newest: int) -> Stats:
-    """What the policy of a row looks at; its keys stand in ascending order."""
+def stats_of(row: Row, sums: Tensor | None, newest: int) -> Stats:
+    """What the policy of a row sees of its keys, which stand in ascending order."""
     policy, held = row.policy, row.positions.shape[-1]
     lengths = torch.full(row.positions.shape[:2], held, dtype=torch.int32)
     recent = torch.tensor([min(row.plan.recent, held)], dtype=torch.int32)
     phase = "prefill" if row.positions[0, 0].tolist() == list(range(held)) else "decode"
-    features = features_of(policy, row.layer, phase, row.positions, newest)
+    answers = features_of(policy, row.layer, phase, row.positions, newest)
     if row.features is not None:
-        features = {feature: row.features(feature) for feature in features}
+        answers = {feature: row.features(feature) for feature in answers}
     state = row.state if policy.stateful else None
-    return make_stats(sums, state, row.positions, lengths, recent, features)
+    return Stats(sums, state, row.positions, lengths, recent, answers)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from harness import (
     features_of,
-    make_stats,
     prefill,
     protected,
     shape,
@@ -21,14 +20,11 @@ from zoo import EXAMPLES, TENSOR_PARALLEL
 from sparsekv.policies import (
     H2O,
     POLICIES,
-    AdaKV,
-    Chunked,
-    CriticalKV,
-    Expected,
     LayerSplit,
     Policy,
     Pyramid,
     SnapKV,
+    Stats,
     Streaming,
     get_policy,
 )
@@ -47,19 +43,10 @@ VARIANTS = (
         Pyramid(window=2),
         LayerSplit(full_layers=0, window_rows=4, pool="max"),
         LayerSplit(full_layers=1, recent=2, accum="sum"),
-        AdaKV(Pyramid(window=2), floor=0.5),
-        CriticalKV(SnapKV(window=3)),
-        CriticalKV(AdaKV(SnapKV(window=3))),
-        Chunked(SnapKV(window=3), chunk=4),
-        Expected(sinks=2, epsilon=0.01, covariance=False),
     ]
 )
 VARIANTS = list(dict.fromkeys(VARIANTS))
 every_policy = pytest.mark.parametrize("policy", VARIANTS, ids=repr)
-# The harness holds the same number of keys in every head; ragged policies have tests of their own.
-every_even_policy = pytest.mark.parametrize(
-    "policy", [policy for policy in VARIANTS if not policy.ragged], ids=repr
-)
 quiet = pytest.mark.filterwarnings("ignore:pyramid gives all")
 
 
@@ -93,7 +80,7 @@ def test_plans(policy, layers, tokens, budget):
 
 
 @quiet
-@every_even_policy
+@every_policy
 @given(
     tokens=st.integers(1, 40), budget=st.integers(1, 24), layer=st.integers(0, 4), data=st.data()
 )
@@ -111,7 +98,7 @@ def test_kept_set_contains_the_protected_and_fills_the_budget(policy, tokens, bu
 
 
 @quiet
-@every_even_policy
+@every_policy
 @given(tokens=st.integers(1, 20), budget=st.integers(1, 10), seed=st.integers(0, 2**16))
 def test_decoding_never_holds_more_than_planned_and_keeps_the_newest(policy, tokens, budget, seed):
     row = prefill(
@@ -137,14 +124,6 @@ def after_step(plan, held):
     return plan.low if plan.decode == "interval" else plan.budget
 
 
-def random_features(tokens, seed, heads=2):
-    def feature_of(feature):
-        generator = torch.Generator().manual_seed(seed + len(repr(feature)))
-        return torch.rand(1, heads, tokens, generator=generator)
-
-    return feature_of
-
-
 def stats_of(policy, tokens, fill):
     plan = policy.plan(shape(5), tokens, 4)[4]
     scores = torch.full((1, 2, tokens), fill)
@@ -152,7 +131,7 @@ def stats_of(policy, tokens, fill):
     lengths = torch.full((1, 2), tokens, dtype=torch.int32)
     features = features_of(policy, 4, "prefill", positions, 0)
     even = {feature: torch.full((1, 2, tokens), max(fill, 0.0)) for feature in features}
-    return make_stats(scores, scores, positions, lengths, torch.tensor([plan.recent]), even)
+    return Stats(scores, scores, positions, lengths, torch.tensor([plan.recent]), even)
 
 
 @quiet
@@ -164,8 +143,6 @@ def test_equal_scores_keep_the_newest(policy, fill):
     assert scores.shape == (1, 2, 12)
     assert scores.dtype == torch.float32
     assert not scores.isnan().any()
-    if policy.name == "random" or policy.ragged:
-        return
     uniform = torch.full((4, 12, 12), fill)
     row = prefill(policy, uniform, 4, num_kv_heads=2, num_layers=5, layer=4)
     sinks = list(range(row.plan.sinks))
@@ -186,13 +163,13 @@ def test_a_row_scores_the_same_in_a_ragged_batch(policy):
     features = features_of(policy, 4, "prefill", positions, 5)
     for table in features.values():
         table[0, :, 9:] = torch.nan
-    stats = make_stats(columns, columns, positions, lengths, recent, features)
+    stats = Stats(columns, columns, positions, lengths, recent, features)
     together = policy.score(4, stats)
     for row, n in enumerate((9, 16)):
         one = (slice(row, row + 1), slice(None), slice(n))
         rows = slice(row, row + 1)
         of_row = {feature: table[one] for feature, table in features.items()}
-        stats = make_stats(
+        stats = Stats(
             columns[one], columns[one], positions[one], lengths[rows], recent[rows], of_row
         )
         torch.testing.assert_close(together[one], policy.score(4, stats), rtol=0, atol=0)
@@ -233,7 +210,7 @@ def test_registry():
 @pytest.mark.parametrize("name", POLICIES)
 def test_what_ranks_would_have_to_share(name):
     """A policy that ranks over heads of other ranks says so, and is refused there."""
-    assert EXAMPLES[name](5, 2).tensor_parallel == TENSOR_PARALLEL[name]
+    assert POLICIES[name]().tensor_parallel == TENSOR_PARALLEL[name]
 
 
 @pytest.mark.parametrize("wrong", ["SnapKV", "", None, SnapKV, 3])
