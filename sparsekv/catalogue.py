@@ -1,7 +1,7 @@
 """docs/policies.md: what each policy is, taken from its class, its docstring and its `facts`.
 
-The formula of a policy is the first indented block of its module's docstring. Statistics, settings,
-presets and the tensor-parallel need are asked of the class, so they cannot be out of date.
+The formula of a policy is what its module's docstring indents. Statistics, settings, presets and
+the tensor-parallel need are asked of the class, so they cannot be out of date.
 """
 
 from __future__ import annotations
@@ -74,19 +74,12 @@ def facts_of(cls: type[Policy]) -> Facts:
 
 
 def formula(cls: type[Policy]) -> list[str]:
-    """The first indented block of the module's docstring."""
-    lines = inspect.cleandoc(inspect.getmodule(cls).__doc__ or "").splitlines()
-    block: list[str] = []
-    for line in lines:
-        if line.startswith("    ") or (block and not line):
-            block.append(line[4:])
-        elif block:
-            break
-    while block and not block[-1]:
-        block.pop()
-    if not block:
+    """The indented blocks of the module's docstring."""
+    text = inspect.cleandoc(inspect.getmodule(cls).__doc__ or "")
+    paragraphs = [part for part in text.split("\n\n") if part.startswith("    ")]
+    if not paragraphs:
         raise ValueError(f"expected an indented formula in the docstring of {cls.__module__}")
-    return block
+    return [line[4:] for line in "\n\n".join(paragraphs).splitlines()]
 
 
 def statistics(policy: Policy) -> Iterator[str]:

@@ -101,7 +101,7 @@ def _measure(case: Case, inputs: Any, context: Context, limits: Mapping[str, flo
             else:
                 found[name].append(one)
     for name, rounds in found.items():
-        fill(rows[name], case, rounds, limits)
+        fill(rows[name], case, rounds, limits, context.on_gpu)
     return list(rows.values())
 
 
