@@ -8,6 +8,7 @@ from torch import Tensor
 from sparsekv.headwise import Scores
 from sparsekv.kernels.decode import paged_decode_attention
 from sparsekv.kernels.evict import Action, evict_slot
+from sparsekv.selecting import attended_pages, note_keys
 from sparsekv.sinks import shift_sinks
 from sparsekv.state import SparseState
 from sparsekv.step import Part
@@ -29,8 +30,9 @@ def decode(
     ordinal = state.ordinal.get(layer)
     need = None if ordinal is None else state.policy.needs(ordinal, "decode")
     group = None if need is None else ("mean" if need.group == "layer_mean" else need.group)
+    table, lens = attended_pages(state, layer, q[:, :, 0])
     out, _, probs = paged_decode_attention(
-        q[:, :, 0], pool.k_pages, pool.v_pages, store.block_table[local], store.seqlens[local],
+        q[:, :, 0], pool.k_pages, pool.v_pages, table, lens,
         softmax_scale=scores.softmax_scale, softcap=scores.softcap, sinks=scores.sinks,
         window=spec.window, positions=pool.positions if spec.window else None,
         q_positions=part.on(q.device).before if spec.window else None, probs=group,
@@ -58,6 +60,7 @@ def _append_token(state: SparseState, layer: int, part: Part, k: Tensor, v: Tens
     else:
         store.append(local, k, v, slots[..., None], positions)
     store.lens[local] = host
+    note_keys(state, layer, part, k)
 
 
 def _settle_token(state: SparseState, layer: int, part: Part, probs: Tensor | None) -> None:

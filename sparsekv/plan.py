@@ -36,7 +36,8 @@ class Limits:
     """budget, keep, sinks, recent: int32 [L, B]; mode: one decode mode a layer.
 
     budget is the number of slots a decode step may hold, keep what a prefill leaves (one less in a
-    sliding layer: its next query sees window - 1 old keys).
+    sliding layer: its next query sees window - 1 old keys). select: int32 [L, B], the tokens that a
+    decode step attends (`LayerPlan.select`).
     """
 
     budget: np.ndarray
@@ -44,7 +45,9 @@ class Limits:
     sinks: np.ndarray
     recent: np.ndarray
     mode: list[str]
+    select: np.ndarray
     _device: dict[torch.device, Tensor] = field(default_factory=dict)
+    _selected: dict[torch.device, Tensor] = field(default_factory=dict)
 
     def on(self, device: torch.device, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """budget, sinks, recent of a layer on `device`, each int32 [B]."""
@@ -55,10 +58,17 @@ class Limits:
         budget, sinks, recent = self._device[device][:, layer]
         return budget, sinks, recent
 
+    def select_on(self, device: torch.device, layer: int) -> Tensor:
+        """`select` of a layer on `device`, int32 [B]."""
+        if device not in self._selected:
+            self._selected[device] = upload(np.ascontiguousarray(self.select), device)
+        return self._selected[device][layer]
+
     def select_rows(self, rows: np.ndarray) -> Limits:
         """The limits of the given rows."""
         budget, keep = self.budget[:, rows], self.keep[:, rows]
-        return Limits(budget, keep, self.sinks[:, rows], self.recent[:, rows], self.mode)
+        sinks, recent, select = self.sinks[:, rows], self.recent[:, rows], self.select[:, rows]
+        return Limits(budget, keep, sinks, recent, self.mode, select)
 
 
 def make_limits(
@@ -81,9 +91,11 @@ def make_limits(
     values = np.array(grid, dtype=np.int32).transpose(2, 0, 1)  # [3, L, B]
     sliding = np.array([[spec.window is not None] for spec in layers], dtype=np.int32)
     longest = rows[int(tokens.argmax())]
+    select = [[row[i].select or int(UNLIMITED) for row in rows] for i in range(len(layers))]
     return Limits(
-        values[0], values[0] - sliding, values[1], values[2], [plan.decode for plan in longest]
-    )
+        values[0], values[0] - sliding, values[1], values[2], [plan.decode for plan in longest],
+        np.array(select, dtype=np.int32),
+    )  # fmt: skip
 
 
 def _sliding(window: int) -> LayerPlan:

@@ -18,6 +18,7 @@ from sparsekv.headwise import Keys, Queries, Scores, headwise_attention, headwis
 from sparsekv.kernels.column_scores import column_scores
 from sparsekv.kernels.prefill import prefill_attention
 from sparsekv.policies.base import Need
+from sparsekv.selecting import note_keys
 from sparsekv.selection import Candidates, Kept, choose
 from sparsekv.sinks import shift_sinks
 from sparsekv.state import SparseState
@@ -74,6 +75,7 @@ def _write_kept(
     pad = part.on(k.device).pad
     store.append(local, k, v, None, None, index=index, offsets=pad, token_scores=slot_scores)
     store.set_lens(local, kept.selection.count, kept.host)
+    note_keys(state, layer, part, k)
 
 
 def chunk(
@@ -83,6 +85,7 @@ def chunk(
     window = state.layers[layer].window
     store, local = state.store(layer)
     _append_chunk(store, local, part, k, v)
+    note_keys(state, layer, part, k)
     shift_sinks(state, layer, part)
     order, positions = _position_order(store, local)
     keys = Keys(*store.gather(local, order), positions, store.seqlens[local])

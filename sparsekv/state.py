@@ -118,7 +118,10 @@ class SparseState:
             for i, spec in enumerate(self.layers)
             if spec.device == expected and i not in self._stores
         ]
-        pool = PagePool(k.device, k.dtype, k.shape[-1], self.page_size, self.kv_dtype)
+        pool = PagePool(
+            k.device, k.dtype, k.shape[-1], self.page_size, self.kv_dtype,
+            bounds=self.policy.selects_pages,
+        )  # fmt: skip
         store = PagedKVCache(pool, len(members), k.shape[0], k.shape[1])
         self._stores |= {member: (store, i) for i, member in enumerate(members)}
 

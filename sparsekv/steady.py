@@ -54,7 +54,7 @@ def addresses(state: SparseState) -> tuple[int, ...]:
     tensors = [
         tensor
         for store in state.stores
-        for tensor in (*store.pool.slot_tensors.values(), store.block_table, store.seqlens)
+        for tensor in (*store.pool.page_tensors.values(), store.block_table, store.seqlens)
     ]
     tensors += [rows.before for rows in (state.steady or {}).values()]
     return tuple(tensor.data_ptr() for tensor in tensors)

@@ -20,11 +20,12 @@ from sparsekv.policies.full import Full
 from sparsekv.policies.h2o import H2O
 from sparsekv.policies.layersplit import LayerSplit
 from sparsekv.policies.pyramid import Pyramid
+from sparsekv.policies.quest import Quest
 from sparsekv.policies.snapkv import SnapKV
 from sparsekv.policies.streaming import Streaming
 
 POLICIES: Mapping[str, type[Policy]] = MappingProxyType(
-    {policy.name: policy for policy in (Full, Streaming, H2O, SnapKV, Pyramid, LayerSplit)}
+    {policy.name: policy for policy in (Full, Streaming, H2O, SnapKV, Pyramid, LayerSplit, Quest)}
 )
 
 
@@ -48,6 +49,7 @@ __all__ = [
     "Phase",
     "Policy",
     "Pyramid",
+    "Quest",
     "Selection",
     "SnapKV",
     "Stats",

@@ -46,12 +46,15 @@ class LayerPlan:
     decode: "grow" appends every generated token; "replace" lets it overwrite the lowest-scored slot
     before attention once `budget` slots are in use, so never more than `budget` are held; "evict"
     attends budget + 1 keys, then drops the lowest.
+    select: tokens that a decode step attends, in whole pages that its query picks; all stay cached.
+    None: it attends all of them. Only with `Policy.selects_pages`.
     """
 
     budget: int | None
     sinks: int = 0
     recent: int = 0
     decode: Literal["grow", "replace", "evict"] = "grow"
+    select: int | None = None
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,8 @@ class Policy(ABC):
     evicts_by: ClassVar[Literal["score", "position"]] = "score"  # a decode step drops the lowest
     ragged: ClassVar[bool] = False  # select() gives heads counts that only the device knows
     rerotates_sinks: ClassVar[bool] = False  # cached tokens get contiguous positions
+    selects_pages: ClassVar[bool] = False  # plans may say `select`: pages carry key bounds
+    note: ClassVar[str | None] = None  # what a report must say about its figures
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
