@@ -88,8 +88,9 @@ def choose(
     scores = policy.score(ordinal, stats).float()
     width = None if policy.ragged else int(host.max())
     selection = policy.select(
-        scores, keep, keys.protected(state.limits, layer), _per_head_topk(keys.held, width)
-    )
+        scores, keep, keys.protected(state.limits, layer), _topk(keys.held, width),
+        layer=ordinal, stats=stats,
+    )  # fmt: skip
     if policy.ragged:
         host = selection.count.cpu().numpy()
     return Kept(selection, host, slot_scores, False)
@@ -102,12 +103,17 @@ def _newest(keys: Candidates, keep: Tensor) -> Selection:
     return Selection(torch.where(rank < keep[..., None], index, -1).int(), keep)
 
 
-def _per_head_topk(held: Tensor, width: int | None) -> TopK:
-    def topk(scores: Tensor, keep: Tensor, protected: Tensor) -> Selection:
+def _topk(held: Tensor, width: int | None) -> TopK:
+    """Top-k over lists of `held` keys; width bounds how many of one are kept, if that is known."""
+
+    def topk(
+        scores: Tensor, keep: Tensor, protected: Tensor, lengths: Tensor | None = None
+    ) -> Selection:
+        lengths, bound = (held, width) if lengths is None else (lengths, None)
         index, count = select_topk(
-            scores.flatten(0, 1), held.flatten(), keep.flatten(),
-            protected=protected.flatten(0, 1), max_k=width,
+            scores.flatten(0, 1), lengths.flatten(), keep.flatten(),
+            protected=protected.flatten(0, 1), max_k=bound,
         )  # fmt: skip
-        return Selection(index.unflatten(0, held.shape), count.view(held.shape))
+        return Selection(index.unflatten(0, keep.shape), count.view(keep.shape))
 
     return topk

@@ -18,7 +18,8 @@ PACKAGE = ROOT / "sparsekv"
 FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 KERNELS = [f for f in FILES if f.startswith("kernels/") and f.count("/") == 1 and "/_" not in f]
 POLICIES = [f for f in FILES if f.startswith("policies/") and "/_" not in f]
-POLICIES = [f for f in POLICIES if f not in ("policies/base.py", "policies/budgets.py")]
+POLICY_HELPERS = ("base", "budgets", "features", "noise")
+POLICIES = [f for f in POLICIES if Path(f).stem not in POLICY_HELPERS]
 
 MAX_FILE, MAX_FUNCTION, MAX_KERNEL = 400, 40, 120
 # hf | vllm | engine | parallel | reuse -> attention -> kernels, cache, policies; cache -> kernels.

@@ -25,7 +25,7 @@ from sparsekv.hf.check import (
     rotary_frequencies,
     self_test,
 )
-from sparsekv.hf.compat import cache_key
+from sparsekv.hf.compat import cache_key, tp_size
 from sparsekv.hf.graph import GraphedDecode, can_graph
 from sparsekv.hf.traced import CompiledForward, bound_forward
 from sparsekv.policies import Full, Policy, get_policy, resolve_budget
@@ -83,12 +83,18 @@ def patch(
             until then.
 
     Raises:
-        ValueError: an unknown policy or kv_dtype, a bad budget, or a model or device that cannot be
-            served; the model is left as it was.
+        ValueError: an unknown policy or kv_dtype, a bad budget, a policy that lacks what it needs,
+            or a model or device that cannot be served; the model is left as it was.
     """
     chosen = get_policy(policy)
+    chosen.ready()
     resolve_budget(budget, 1)
     check_config(model)
+    if chosen.tensor_parallel == "refused" and tp_size(model) > 1:
+        raise ValueError(
+            f"expected a model on one device for policy {chosen.name!r}, whose heads of a layer "
+            f"decide together, got one sharded over {tp_size(model)} tensor-parallel ranks"
+        )
     previous = model.__dict__.get(_RECORD)
     _check_compile(model, compile, previous)
     shift = None

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from sparsekv.policies.base import (
+    Gumbel,
     LayerPlan,
     ModelShape,
     Need,
@@ -42,6 +43,7 @@ __all__ = [
     "H2O",
     "POLICIES",
     "Full",
+    "Gumbel",
     "LayerPlan",
     "LayerSplit",
     "ModelShape",

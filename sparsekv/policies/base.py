@@ -5,6 +5,7 @@ The runtime (`sparsekv/attention.py`) asks, in this order:
 
     plan(shape, tokens, budget)      once per row and prefill   -> budgets, integer arithmetic only
     needs(layer, phase)              which softmax statistic the kernels must hand out
+    features(layer, phase)           what else it must know of the keys when something must go
     observe(layer, phase, ...)       fold that statistic into the per-slot state (stateful policies)
     score(layer, stats)              higher is kept; called when something must go
     select(scores, keep, ...)        which keys stay; the default is per-head top-k
@@ -16,15 +17,16 @@ are never shown to a policy.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from sparsekv.policies.features import Feature
+
 Phase = Literal["prefill", "decode"]
-TopK = Callable[[Tensor, Tensor, Tensor], "Selection"]
 
 
 @dataclass(frozen=True)
@@ -58,16 +60,37 @@ class LayerPlan:
 
 
 @dataclass(frozen=True)
+class Gumbel:
+    """Noise on the logits x_ij before the softmax: p_ij = softmax_j( (x_ij + zeta_ij) / tau ).
+
+    zeta_ij is gumbel(seed, layer, query head, i, j) of `policies/noise.py` with positions i and j;
+    kind "none" sets it to 0. tau = min(tau_end, tau_start + itr (tau_end - tau_start) / tau_steps),
+    itr the decode steps since the prompt, 0 in the prompt.
+    """
+
+    seed: int = 0
+    tau_start: float = 1.0
+    tau_end: float = 2.0
+    tau_steps: int = 128
+    kind: Literal["gumbel", "none"] = "gumbel"
+
+
+@dataclass(frozen=True)
 class Need:
     """A reduction of softmax columns p_ij over query rows i, then over the query heads of a group.
 
-    rows: the last `rows` query rows (None: every row). In the decode phase there is one row.
+    statistic: the sum or the largest of p_ij, or how many rows have p_ij < 1 / t_i, below the mean
+    of the t_i keys that row i sees.
+    rows: the last `rows` query rows (None: every row). In the decode phase there is one row, unless
+    a layer drops keys at intervals: then the statistic is made when it does, of its last queries.
     group: how the G query heads of a KV head are reduced; "layer_mean" averages all HQ heads.
+    noise: what is done to the logits first.
     """
 
     statistic: Literal["sum", "max", "count"] = "sum"
     rows: int | None = None
     group: Literal["mean", "max", "sum", "layer_mean"] = "mean"
+    noise: Gumbel | None = None
 
 
 @dataclass(frozen=True)
@@ -79,6 +102,7 @@ class Stats:
     positions: index of each key's token among the real tokens of its row, int32 [B, HK, S].
     lengths: number of valid keys, int32 [B, HK]; keys beyond it are padding.
     recent: per row, the number of newest keys protected by the plan, int32 [B].
+    features: what `Policy.features` asked for, each fp32 [B, HK, S]; junk beyond `lengths`.
     """
 
     columns: Tensor | None
@@ -86,6 +110,7 @@ class Stats:
     positions: Tensor
     lengths: Tensor
     recent: Tensor
+    features: Mapping[Feature, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -94,6 +119,19 @@ class Selection:
 
     index: Tensor
     count: Tensor
+
+
+class TopK(Protocol):
+    """The best `keep` int32 [B, R] of S keys in each of B x R lists, ties to the higher index.
+
+    scores fp32 and protected bool (always kept, counted in keep) are [B, R, S]. lengths: int32
+    [B, R] valid keys, or None: those of the layer's KV heads, then R = HK.
+    """
+
+    def __call__(
+        self, scores: Tensor, keep: Tensor, protected: Tensor, lengths: Tensor | None = None
+    ) -> Selection:
+        """The selection."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +147,9 @@ class Policy(ABC):
     rerotates_sinks: ClassVar[bool] = False  # cached tokens get contiguous positions
     selects_pages: ClassVar[bool] = False  # plans may say `select`: pages carry key bounds
     note: ClassVar[str | None] = None  # what a report must say about its figures
+    signed: ClassVar[bool] = False  # scores may be negative
+    # "local": every rank decides for its own heads; "refused": the heads of a layer must agree.
+    tensor_parallel: ClassVar[Literal["local", "refused"]] = "local"
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
@@ -118,6 +159,9 @@ class Policy(ABC):
                 "step (None: no decay), got the decay of the class that it extends"
             )
 
+    def ready(self) -> None:  # noqa: B027  # most lack nothing
+        """Raise ValueError, saying what to pass, if the policy lacks what it needs to run."""
+
     @abstractmethod
     def plan(self, shape: ModelShape, tokens: int, budget: int) -> tuple[LayerPlan, ...]:
         """Per-layer plans for a row of `tokens` real tokens and an average `budget` per KV head."""
@@ -125,6 +169,10 @@ class Policy(ABC):
     def needs(self, layer: int, phase: Phase) -> Need | None:
         """The statistic that `layer` needs in `phase`, or None."""
         return None
+
+    def features(self, layer: int, phase: Phase) -> tuple[Feature, ...]:
+        """What `score` and `select` will look up in `Stats.features`."""
+        return ()
 
     def observe(
         self, layer: int, phase: Phase, state: Tensor, columns: Tensor, positions: Tensor
@@ -142,8 +190,21 @@ class Policy(ABC):
         None if `observe` does anything else then."""
         return None
 
-    def select(self, scores: Tensor, keep: Tensor, protected: Tensor, topk: TopK) -> Selection:
-        """Keys that stay. keep: int32 [B, HK]; protected: bool [B, HK, S]."""
+    def select(
+        self,
+        scores: Tensor,
+        keep: Tensor,
+        protected: Tensor,
+        topk: TopK,
+        *,
+        layer: int,
+        stats: Stats,
+    ) -> Selection:
+        """Keys that stay. keep: int32 [B, HK]; protected: bool [B, HK, S].
+
+        A head holds at most `keep` afterwards, unless the policy is ragged: then the heads of a row
+        hold the sum of keep together, or all of their keys if that is less.
+        """
         return topk(scores, keep, protected)
 
 

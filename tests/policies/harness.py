@@ -58,11 +58,14 @@ def columns(probabilities: Tensor, need: Need, num_kv_heads: int) -> Tensor:
     return reduced.float()[None]
 
 
-def topk(scores: Tensor, keep: Tensor, protected: Tensor) -> Selection:
-    """select_topk on [B, HK, S], all S keys valid."""
-    seqlens = torch.full((keep.numel(),), scores.shape[-1], dtype=torch.int32)
+def topk(
+    scores: Tensor, keep: Tensor, protected: Tensor, lengths: Tensor | None = None
+) -> Selection:
+    """select_topk on [B, R, S], all S keys valid unless `lengths` says otherwise."""
+    if lengths is None:
+        lengths = torch.full(keep.shape, scores.shape[-1], dtype=torch.int32)
     index, count = select_topk(
-        scores.flatten(0, 1), seqlens, keep.flatten(), protected=protected.flatten(0, 1)
+        scores.flatten(0, 1), lengths.flatten(), keep.flatten(), protected=protected.flatten(0, 1)
     )
     return Selection(index.unflatten(0, keep.shape), count.unflatten(0, keep.shape))
 
@@ -139,7 +142,8 @@ def prefill(
     stats = Stats(sums, state if policy.stateful else None, positions, lengths, recent)
     scores = policy.score(layer, stats)
     keep = torch.full_like(lengths, plan.budget)
-    chosen = policy.select(scores, keep, protected(positions, plan, tokens), topk)
+    safe = protected(positions, plan, tokens)
+    chosen = policy.select(scores, keep, safe, topk, layer=layer, stats=stats)
     assert chosen.count.tolist() == keep.tolist()
     index = chosen.index[..., : plan.budget].long()
     return Row(policy, plan, layer, positions.gather(-1, index), state.gather(-1, index))
