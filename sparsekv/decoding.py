@@ -51,7 +51,7 @@ def _append_token(state: SparseState, layer: int, part: Part, k: Tensor, v: Tens
     lens, host = store.seqlens[local], store.lens[local] + 1
     slots = None
     if state.limits.mode[layer] == "replace":
-        host = np.minimum(host, state.limits.budget[layer][:, None])
+        host = np.minimum(host, state.limits.budget[layer])
         if state.steady or (host == store.lens[local]).any():
             slots = _evict(state, layer, part, "replace")  # counts the token, too
     positions = part.on(k.device).before[:, None, None].expand(*lens.shape, 1)
@@ -67,7 +67,7 @@ def _settle_token(state: SparseState, layer: int, part: Part, probs: Tensor | No
     """Fold the step's probabilities into the scores; drop a slot where budget + 1 are attended."""
     assert state.limits is not None
     store, local = state.store(layer)
-    limit = state.limits.budget[layer][:, None]
+    limit = state.limits.budget[layer]
     drop = state.limits.mode[layer] == "evict"
     drop = drop and (bool(state.steady) or bool((store.lens[local] > limit).any()))
     decay = None if probs is None else state.policy.decay(state.ordinal[layer])

@@ -33,15 +33,16 @@ class LayerSpec:
 
 @dataclass
 class Limits:
-    """budget, keep, sinks, recent: int32 [L, B]; mode: one decode mode a layer.
+    """budget, keep, low, sinks, recent: int32 [L, B, HK]; mode: one decode mode a layer.
 
     budget is the number of slots a decode step may hold, keep what a prefill leaves (one less in a
-    sliding layer: its next query sees window - 1 old keys). select: int32 [L, B], the tokens that a
-    decode step attends (`LayerPlan.select`).
+    sliding layer: its next query sees window - 1 old keys), low what a compression between decode
+    steps leaves. select: int32 [L, B], the tokens that a decode step attends (`LayerPlan.select`).
     """
 
     budget: np.ndarray
     keep: np.ndarray
+    low: np.ndarray
     sinks: np.ndarray
     recent: np.ndarray
     mode: list[str]
@@ -50,7 +51,7 @@ class Limits:
     _selected: dict[torch.device, Tensor] = field(default_factory=dict)
 
     def on(self, device: torch.device, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """budget, sinks, recent of a layer on `device`, each int32 [B]."""
+        """budget, sinks, recent of a layer on `device`, each int32 [B, HK], contiguous."""
         if device not in self._device:
             # Rows picked by index leave their axis strided, which the kernels refuse.
             stacked = np.ascontiguousarray(np.stack([self.budget, self.sinks, self.recent]))
@@ -66,9 +67,9 @@ class Limits:
 
     def select_rows(self, rows: np.ndarray) -> Limits:
         """The limits of the given rows."""
-        budget, keep = self.budget[:, rows], self.keep[:, rows]
+        budget, keep, low = self.budget[:, rows], self.keep[:, rows], self.low[:, rows]
         sinks, recent, select = self.sinks[:, rows], self.recent[:, rows], self.select[:, rows]
-        return Limits(budget, keep, sinks, recent, self.mode, select)
+        return Limits(budget, keep, low, sinks, recent, self.mode, select)
 
 
 def make_limits(
@@ -86,27 +87,47 @@ def make_limits(
             next(governed, LayerPlan(None)) if spec.window is None else _sliding(spec.window)
             for spec in layers
         ]
-    rows = [plans[int(n)] for n in tokens]
-    grid = [[_normalised(row[i]) for row in rows] for i in range(len(layers))]
-    values = np.array(grid, dtype=np.int32).transpose(2, 0, 1)  # [3, L, B]
-    sliding = np.array([[spec.window is not None] for spec in layers], dtype=np.int32)
-    longest = rows[int(tokens.argmax())]
-    select = [[row[i].select or int(UNLIMITED) for row in rows] for i in range(len(layers))]
-    return Limits(
-        values[0], values[0] - sliding, values[1], values[2], [plan.decode for plan in longest],
-        np.array(select, dtype=np.int32),
-    )  # fmt: skip
+    heads = shape.num_kv_heads
+    tables = {count: [_per_head(plan, heads) for plan in row] for count, row in plans.items()}
+    grid = np.array([tables[int(n)] for n in tokens], dtype=np.int32)  # [B, L, HK, 5]
+    most, keep, low, sinks, recent = grid.transpose(3, 1, 0, 2)  # each [L, B, HK]
+    sliding = np.array([[[spec.window is not None]] for spec in layers], dtype=np.int32)
+    modes = [plan.decode for plan in plans[int(tokens.max())]]
+    select = [
+        [plans[int(n)][i].select or int(UNLIMITED) for n in tokens] for i in range(len(layers))
+    ]
+    selects = np.array(select, dtype=np.int32)
+    return Limits(most, keep - sliding, low, sinks, recent, modes, selects)
 
 
 def _sliding(window: int) -> LayerPlan:
     return LayerPlan(window, recent=1, decode="replace")
 
 
-def _normalised(plan: LayerPlan) -> tuple[int, int, int]:
-    """(budget, sinks, recent), protection cut so that a decode step always finds a victim."""
+def _per_head(plan: LayerPlan, heads: int) -> list[tuple[int, ...]]:
+    """(budget, keep, low, sinks, recent) of each KV head."""
+    if plan.heads is None:
+        return [_normalised(plan)] * heads
+    if len(plan.heads) != heads or plan.decode == "interval" or plan.prefill is not None:
+        raise ValueError(
+            f"expected heads= with a plan for each of the {heads} KV heads, without prefill= or "
+            f"decode='interval', got {plan}"
+        )
+    return [_normalised(LayerPlan(head.budget, head.sinks, head.recent)) for head in plan.heads]
+
+
+def _normalised(plan: LayerPlan) -> tuple[int, ...]:
+    """Integers of a plan; protection is cut so that a decode step always finds a victim."""
+    if (plan.decode == "interval") != (plan.low is not None):
+        raise ValueError(f"expected low= with decode='interval' and only then, got {plan}")
     if plan.budget is None:
-        return int(UNLIMITED), 0, 0
-    if plan.budget < 1:
-        raise ValueError(f"expected a policy to plan at least 1 token a layer, got {plan.budget}")
-    sinks = min(plan.sinks, plan.budget - 1)
-    return plan.budget, sinks, min(plan.recent, plan.budget - sinks)
+        return int(UNLIMITED), int(UNLIMITED), int(UNLIMITED), 0, 0
+    keep = plan.budget if plan.prefill is None else plan.prefill
+    low = plan.budget if plan.low is None else plan.low
+    if not 1 <= min(keep, low) <= max(keep, low) <= plan.budget:
+        raise ValueError(
+            f"expected a policy to plan at least 1 token a layer, and no more after a prompt or a "
+            f"compression than its budget, got {plan}"
+        )
+    sinks = min(plan.sinks, min(keep, low) - 1)
+    return plan.budget, keep, low, sinks, min(plan.recent, plan.budget - sinks)

@@ -44,8 +44,8 @@ class Candidates:
         if key not in self._made:
             _, sinks, recent = limits.on(self.held.device, layer)
             rank = torch.arange(self.positions.shape[-1], device=self.held.device)
-            newest = rank >= (self.held - recent[:, None])[..., None]
-            self._made[key] = newest | (self.positions < sinks[:, None, None])
+            newest = rank >= (self.held - recent)[..., None]
+            self._made[key] = newest | (self.positions < sinks[..., None])
         return self._made[key]
 
 
@@ -68,7 +68,7 @@ def choose(
     """
     assert state.limits is not None
     policy, ordinal = state.policy, state.ordinal.get(layer)
-    host = np.minimum(state.limits.keep[layer][:, None], keys.host)
+    host = np.minimum(state.limits.keep[layer], keys.host)
     drop = bool((host < keys.host).any())
     need = None if ordinal is None else policy.needs(ordinal, "prefill")
     if state.deferred and need is not None and need.rows is not None:
@@ -84,7 +84,7 @@ def choose(
     if ordinal is None:  # a sliding layer: the newest window - 1
         return Kept(_newest(keys, keep), host, slot_scores, False)
     _, _, recent = state.limits.on(keys.held.device, layer)
-    stats = Stats(columns, slot_scores, keys.positions, keys.held, recent)
+    stats = Stats(columns, slot_scores, keys.positions, keys.held, recent[:, 0])
     scores = policy.score(ordinal, stats).float()
     width = None if policy.ragged else int(host.max())
     selection = policy.select(

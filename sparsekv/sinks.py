@@ -32,5 +32,5 @@ def shift_sinks(state: SparseState, layer: int, part: Part) -> None:
     else:
         state.true_sinks[layer] = true
     _, sinks, _ = state.limits.on(slots.device, layer)  # type: ignore[union-attr]
-    moved = moved & (slots < sinks[:, None])[:, None, :, None]
+    moved = moved & (slots < sinks[..., None])[..., None]
     store.write_keys(local, order, shift.rotate(true, delta), moved)

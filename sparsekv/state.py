@@ -192,7 +192,7 @@ class SparseState:
         """A row that has evicted gets no more sinks than before: the next ones are gone."""
         for layer, (store, index) in self._stores.items():
             assert self.limits is not None
-            evicted = (store.lens[index] < self.tokens[:, None]).any(-1)
+            evicted = (store.lens[index] < self.tokens[:, None]).any(-1, keepdims=True)
             fewer = np.minimum(limits.sinks[layer], self.limits.sinks[layer])
             limits.sinks[layer] = np.where(evicted, fewer, limits.sinks[layer])
 
@@ -236,16 +236,13 @@ class SparseState:
         members, part = self.members(store), self._parts[0]
         assert self.limits is not None
         if part.kind == "prefill":
-            keep = np.minimum(self.limits.keep[members], part.lengths)
+            keep = np.minimum(self.limits.keep[members], part.lengths[:, None])
             if self.policy.ragged:  # who gets which page is known when a layer has selected
-                pages = -(-keep // store.pool.page_size)
-                store.pool.reserve(int(pages.sum()) * store.lens.shape[2])
+                store.pool.reserve(int((-(-keep // store.pool.page_size)).sum()))
             else:
-                new = np.broadcast_to(keep[:, :, None], store.lens.shape)
-                store.ensure(np.arange(len(members)), new, self.rewrites[members])
+                store.ensure(np.arange(len(members)), keep, self.rewrites[members])
         elif part.kind == "decode" and not self.recording:
-            held = store.lens
-            room = held < self.limits.budget[members][:, :, None]
+            room = store.lens < self.limits.budget[members]
             grows = room | (self.limit_modes[members] != "replace")[:, None, None]
             store.ensure(np.arange(len(members)), grows.astype(np.int32), self.rewrites[members])
 

@@ -43,7 +43,7 @@ def advance(state: SparseState) -> None:
     assert state.limits is not None
     for store in state.stores:
         members = state.members(store)
-        budget = state.limits.budget[members][:, :, None]
+        budget = state.limits.budget[members]
         evicts = (state.limit_modes[members] != "grow")[:, None, None]
         store.lens = np.where(evicts, np.minimum(store.lens + 1, budget), store.lens + 1)
     state.count_step()
@@ -85,9 +85,9 @@ class HostCount:
 
 
 def _most(state: SparseState, members: np.ndarray) -> Any:
-    """Slots a head of each layer may come to hold, int64 [l, B, 1]."""
+    """Slots a head of each layer may come to hold, int64 [l, B, HK]."""
     assert state.limits is not None
-    budget = state.limits.budget[members].astype(np.int64)[:, :, None]
+    budget = state.limits.budget[members].astype(np.int64)
     modes = state.limit_modes[members][:, None, None]
     unlimited = np.iinfo(np.int64).max // 2
     return np.where(modes == "grow", unlimited, budget + (modes == "evict"))

@@ -164,7 +164,7 @@ class PagedKVCache:
         return self.pool.read(*self._places(layer, order))
 
     def write_keys(self, layer: int, order: Tensor, k: Tensor, chosen: Tensor) -> None:
-        """Overwrite keys of slots `order` by k [B, HK, S, D] where `chosen` bool [B, 1, S, 1]."""
+        """Overwrite keys of slots `order` by k [B, HK, S, D] where `chosen` bool [B, HK, S, 1]."""
         self.pool.write_keys(*self._places(layer, order), k, chosen)
 
     def _places(self, layer: int, order: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ Per row b and KV head h with n = cache_seqlens slots in use, in one pass over th
     action "replace"   slot = victim if n >= budget else n;  n <- max(n, slot + 1)
     action "drop"      if n > budget: the last slot moves into the victim's place;  n <- n - 1
 
+budget, sinks and recent may differ from head to head; a head that keeps all has a huge budget.
 One program a head, so nothing races and no atomics are needed; the order is total (positions of a
 head are distinct), so nothing depends on scheduling. Lengths stay on the device: a captured step
 does the same work whether or not the budget is in use.
@@ -58,8 +59,8 @@ def _evict_kernel(
     group = row * tl.num_programs(0) + head
     table = block_table + row * stride_tb + head * stride_th
     n = tl.load(seqlens + group)
-    oldest = tl.load(sinks + row)
-    newest = tl.load(current + row) - tl.load(recent + row)
+    oldest = tl.load(sinks + group)
+    newest = tl.load(current + row) - tl.load(recent + group)
     best, best_pos, best_slot = float("inf"), _LAST, -1
     for start in range(0, n, BLOCK_S):
         offs = start + tl.arange(0, BLOCK_S)
@@ -90,11 +91,11 @@ def _evict_kernel(
             best_pos = tl.where(better, low_pos, best_pos)
             best_slot = tl.where(better, low_slot, best_slot)
     if ACTION == "replace":
-        slot = tl.where(n >= tl.load(budget + row), tl.maximum(best_slot, 0), n)
+        slot = tl.where(n >= tl.load(budget + group), tl.maximum(best_slot, 0), n)
         tl.store(slots + group, slot)
         tl.store(seqlens + group, tl.maximum(n, slot + 1))
     if ACTION == "drop":  # noqa: SIM102, the compiler must see this condition by itself
-        if (n > tl.load(budget + row)) & (best_slot >= 0):
+        if (n > tl.load(budget + group)) & (best_slot >= 0):
             tl.debug_barrier()  # scores written above are read below by other threads
             last = n - 1
             source = tl.load(table + last // P).to(tl.int64)
@@ -165,17 +166,17 @@ def evict_slot_reference(
     if action == "observe":
         return None
     pos = positions[page, offset]
-    candidate = held & (pos >= sinks[:, None, None])
-    candidate &= pos <= (current - recent)[:, None, None]
+    candidate = held & (pos >= sinks[..., None])
+    candidate &= pos <= (current[:, None] - recent)[..., None]
     key = scores[page, offset].float() if by == "score" else torch.zeros_like(pos).float()
     key = torch.where(key.isnan(), -torch.inf, key).masked_fill(~candidate, torch.inf)
     tie = candidate & (key == key.amin(-1, keepdim=True))
     victim = torch.where(tie, pos, _LAST.value).argmin(-1)
     if action == "replace":
-        slots = torch.where(n >= budget[:, None], victim, n).int()
+        slots = torch.where(n >= budget, victim, n).int()
         cache_seqlens.copy_(torch.maximum(n, slots + 1))
         return slots
-    over = (n > budget[:, None]) & candidate.any(-1)
+    over = (n > budget) & candidate.any(-1)
     for b, h in over.nonzero().tolist():
         last, place = int(n[b, h]) - 1, int(victim[b, h])
         source = (page[b, h, last], offset[b, h, last])
@@ -196,9 +197,12 @@ def _check(k_pages, v_pages, positions, scores, block_table, seqlens, action, pr
     tensors |= dict(zip(("current", "budget", "sinks", "recent"), limits, strict=True))
     for name, x in tensors.items():
         check_dtype(name, x, torch.int32)
-    for x, name in zip(limits, ("current", "budget", "sinks", "recent"), strict=True):
-        check_shape(name, x, seqlens.shape[:1])
-        check_last_contiguous(name, x)
+    check_shape("current", limits[0], seqlens.shape[:1])
+    check_last_contiguous("current", limits[0])
+    for x, name in zip(limits[1:], ("budget", "sinks", "recent"), strict=True):
+        check_shape(name, x, seqlens.shape)
+        if not x.is_contiguous():  # the kernel knows one stride
+            raise ValueError(f"expected contiguous {name}, got strides {x.stride()}")
     if action not in _ACTIONS:
         raise ValueError(f"expected action to be one of {_ACTIONS}, got {action!r}")
     if not seqlens.is_contiguous():  # written in place: a copy would be lost
@@ -218,11 +222,11 @@ def evict_slot(
     """Update scores, then make room for a token or drop one; in place. See the module's formulas.
 
     k_pages, v_pages [N,P,D]; positions int32 [N,P]; scores fp32 [N,P]; block_table int32
-    [B,HK,maxP]; cache_seqlens int32 [B,HK], updated in place. current: position of the step's
-    token, budget, sinks, recent: all int32 [B]. probs fp32 [B,HK,>= maxP * P] by slot. k_scales,
-    v_scales: fp32 [N,P] of quantised pages, they move with a slot.
-    Returns the slot to write, int32 [B,HK], for "replace", else None. No page may belong to two
-    heads. Raises ValueError on shapes, dtypes or actions that do not fit.
+    [B,HK,maxP]; cache_seqlens int32 [B,HK], updated in place. current: int32 [B], position of
+    the step's token; budget, sinks, recent: int32 [B,HK], contiguous. probs fp32
+    [B,HK,>= maxP * P] by slot. k_scales, v_scales: fp32 [N,P] of quantised pages, they move with a
+    slot. Returns the slot to write, int32 [B,HK], for "replace", else None. No page may belong to
+    two heads. Raises ValueError on shapes, dtypes or actions that do not fit.
     """
     run = evict_slot_triton if k_pages.is_cuda else evict_slot_reference
     return run(

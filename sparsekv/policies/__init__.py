@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from sparsekv.policies.base import (
     Gumbel,
+    HeadPlan,
     LayerPlan,
     ModelShape,
     Need,
@@ -44,6 +45,7 @@ __all__ = [
     "POLICIES",
     "Full",
     "Gumbel",
+    "HeadPlan",
     "LayerPlan",
     "LayerSplit",
     "ModelShape",

@@ -40,6 +40,15 @@ class ModelShape:
 
 
 @dataclass(frozen=True)
+class HeadPlan:
+    """What one KV head keeps where the heads of a layer differ; fields as in `LayerPlan`."""
+
+    budget: int | None
+    sinks: int = 0
+    recent: int = 0
+
+
+@dataclass(frozen=True)
 class LayerPlan:
     """What one layer keeps per KV head of one row.
 
@@ -47,7 +56,11 @@ class LayerPlan:
     sinks / recent: the first / newest real tokens that are never evicted (they count in budget).
     decode: "grow" appends every generated token; "replace" lets it overwrite the lowest-scored slot
     before attention once `budget` slots are in use, so never more than `budget` are held; "evict"
-    attends budget + 1 keys, then drops the lowest.
+    attends budget + 1 keys, then drops the lowest; "interval" appends until more than `budget`
+    slots are held after a step, then keeps the `low` best by the statistics over the keys held.
+    prefill: slots that a prompt leaves; None: budget.
+    low: slots that a compression of decode="interval" leaves, and only there.
+    heads: one plan a KV head, in place of budget, sinks and recent, which then say nothing.
     select: tokens that a decode step attends, in whole pages that its query picks; all stay cached.
     None: it attends all of them. Only with `Policy.selects_pages`.
     """
@@ -55,7 +68,10 @@ class LayerPlan:
     budget: int | None
     sinks: int = 0
     recent: int = 0
-    decode: Literal["grow", "replace", "evict"] = "grow"
+    decode: Literal["grow", "replace", "evict", "interval"] = "grow"
+    prefill: int | None = None
+    low: int | None = None
+    heads: tuple[HeadPlan, ...] | None = None
     select: int | None = None
 
 
@@ -101,7 +117,8 @@ class Stats:
     state: the per-slot scores that `observe` accumulated, fp32 [B, HK, S], or None.
     positions: index of each key's token among the real tokens of its row, int32 [B, HK, S].
     lengths: number of valid keys, int32 [B, HK]; keys beyond it are padding.
-    recent: per row, the number of newest keys protected by the plan, int32 [B].
+    recent: per row, the number of newest keys protected by the plan (by that of its first head,
+        where heads have plans of their own), int32 [B].
     features: what `Policy.features` asked for, each fp32 [B, HK, S]; junk beyond `lengths`.
     """
 

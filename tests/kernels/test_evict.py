@@ -36,9 +36,9 @@ CALLS = st.fixed_dictionaries(
         "by": st.sampled_from(["score", "position"]),
         "decay": st.sampled_from([1.0, 0.75]),
         "with_probs": st.booleans(),
-        "budget": st.tuples(*[st.integers(1, 100)] * 2),
-        "sinks": st.tuples(*[st.integers(0, 6)] * 2),
-        "recent": st.tuples(*[st.integers(0, 30)] * 2),
+        "budget": st.tuples(*[st.tuples(*[st.integers(1, 100)] * 2)] * 2),
+        "sinks": st.tuples(*[st.tuples(*[st.integers(0, 6)] * 2)] * 2),
+        "recent": st.tuples(*[st.tuples(*[st.integers(0, 30)] * 2)] * 2),
         "levels": st.sampled_from([1, 3, 1 << 20]),  # distinct score values: ties, many, few
         "nans": st.booleans(),
     }
@@ -68,14 +68,14 @@ def problem(seed: int, lens: Any, call: dict[str, Any], dtype: torch.dtype) -> t
 
 def expected_head(cache: Paged, kwargs: dict[str, Any], b: int, h: int) -> tuple[list, int, int]:
     """(records in slot order, new length, slot to write) of one head, by the definition."""
-    n, budget = int(cache.lens[b, h]), int(kwargs["budget"][b])
+    n, budget = int(cache.lens[b, h]), int(kwargs["budget"][b, h])
     pos = gather(cache.positions, cache.block_table)[b, h, :n].tolist()
     score = gather(cache.scores, cache.block_table)[b, h, :n]
     if kwargs["probs"] is not None:
         score = score * kwargs["decay"] + kwargs["probs"][b, h, :n]
     score = score.tolist()
     records = [(j, p, s) for j, (p, s) in enumerate(zip(pos, score, strict=True))]
-    low, high = int(kwargs["sinks"][b]), int(kwargs["current"][b] - kwargs["recent"][b])
+    low, high = int(kwargs["sinks"][b, h]), int(kwargs["current"][b] - kwargs["recent"][b, h])
 
     def key(record: tuple[int, int, float]) -> tuple[float, int]:
         _, p, s = record
@@ -126,9 +126,9 @@ PLAIN = {
     "by": "score",
     "decay": 1.0,
     "with_probs": True,
-    "budget": (20, 20),
-    "sinks": (2, 0),
-    "recent": (4, 0),
+    "budget": ((20, 20), (20, 3)),
+    "sinks": ((2, 2), (0, 1)),
+    "recent": ((4, 0), (0, 2)),
     "levels": 3,
     "nans": False,
 }
@@ -144,10 +144,10 @@ def test_protection_ends_where_it_says(run, sinks, recent):
         cache.positions[page] = slot.view(2, 16).int()
         cache.scores[page] = sign * slot.view(2, 16).float()
         one = torch.ones(1, dtype=torch.int32, device=DEVICE)
-        limits = {"current": 19 * one, "budget": 20 * one, "sinks": sinks * one}
+        limits = {"current": 19 * one, "budget": 20 * one[None], "sinks": sinks * one[None]}
         slots = run(
             *cache.pool, cache.block_table, cache.lens,
-            action="replace", by="score", recent=recent * one, **limits,
+            action="replace", by="score", recent=recent * one[None], **limits,
         )  # fmt: skip
         assert int(slots) == victim
 
@@ -168,11 +168,14 @@ def test_programs_in_any_order(action):
 
 def test_errors_say_what_was_expected():
     cache, kwargs = problem(1, ((3,), (4,)), {**PLAIN, "action": "drop"}, torch.float32)
+    kwargs |= {x: kwargs[x][:, :1].contiguous() for x in ("budget", "sinks", "recent")}
     args = (*cache.pool, cache.block_table, cache.lens)
     with pytest.raises(ValueError, match="expected action to be one of"):
         evict_slot(*args, **{**kwargs, "action": "remove"})
-    with pytest.raises(ValueError, match=r"expected budget of shape \[2\]"):
+    with pytest.raises(ValueError, match=r"expected budget of shape \[2, 1\]"):
         evict_slot(*args, **{**kwargs, "budget": kwargs["budget"][:1]})
+    with pytest.raises(ValueError, match="expected contiguous recent"):
+        evict_slot(*args, **{**kwargs, "recent": kwargs["recent"][:1].expand(2, 1)})
     with pytest.raises(ValueError, match="expected contiguous cache_seqlens"):
         evict_slot(*args[:-1], cache.lens.expand(2, 1).T.expand(2, 2)[:, :1], **kwargs)
 
@@ -183,7 +186,7 @@ def test_gpu_repeats_are_bitwise_equal(action):
     """One program a head and a total order: twenty runs, one result."""
     results = []
     for _ in range(20):
-        call = {**PLAIN, "action": action, "budget": (2000, 900)}
+        call = {**PLAIN, "action": action, "budget": ((2000, 1000), (900, 900))}
         cache, kwargs = problem(7, ((3000, 2001), (2500, 901)), call, torch.bfloat16)
         slots = evict_slot(*cache.pool, cache.block_table, cache.lens, **kwargs)
         results.append((*cache.clone_pool(), cache.lens, slots))

@@ -1,0 +1,66 @@
+"""Compressions between decode steps: once more than `budget` slots are held, keep the `low` best.
+
+The host knows every length, so it knows when a compression is due. It runs right after the step, or
+after the replay of a captured step; a captured step itself only appends and notes its query. What
+is kept is decided as after a prompt, by the policy's statistics over the keys held and the last
+queries (`sparsekv.ring`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from sparsekv.cache.pages import upload
+from sparsekv.policies.base import Need
+from sparsekv.prompt import Keyed, drop
+from sparsekv.selection import Candidates, choose
+from sparsekv.state import SparseState
+from sparsekv.step import Part
+
+
+def note_step(state: SparseState, layer: int, part: Part, q: Tensor) -> None:
+    """Remember the query of a step, q [B, HQ, 1, D], and compress the layer if that is due."""
+    ring, device = state.rings[layer], q.device
+    entry = part.once(
+        ("ring", device, ring.rows), lambda: part.on(device).before.long() % max(ring.rows, 1)
+    )
+    ring.write(q, entry)
+    if not state.capturing and is_due(state, layer):
+        compress(state, layer, part.seen)
+
+
+def compress_due(state: SparseState) -> None:
+    """Compress every layer that the last step, which the device ran alone, has left over budget."""
+    for layer in state.ordinal:
+        if is_due(state, layer):
+            compress(state, layer, state.tokens)
+
+
+def is_due(state: SparseState, layer: int) -> bool:
+    """Whether a head of a layer with compressions holds more than its budget."""
+    assert state.limits is not None
+    if state.limits.mode[layer] != "interval":
+        return False
+    store, local = state.store(layer)
+    return bool((store.lens[local] > state.limits.budget[layer]).any())
+
+
+def compress(state: SparseState, layer: int, seen: np.ndarray) -> None:
+    """Cut every row of a layer that is over its budget down to `low`; the others keep all.
+
+    seen: int [B] real tokens of each row so far.
+    """
+    store, local = state.store(layer)
+    if not state.steady:  # it writes slots that a fork may share
+        store.ensure(np.array([local]), np.zeros_like(store.lens[:1]), np.array([True]))
+    held = Keyed.of(store, local)
+    ring = state.rings[layer]
+    newest = upload((seen - 1).astype(np.int32), held.keys.held.device)
+
+    def columns_of(need: Need) -> Tensor:
+        return held.columns(ring.read(newest), need, ring.scores)
+
+    candidates = Candidates(held.keys.positions, held.keys.held, store.lens[local], None)
+    kept = choose(state, layer, candidates, columns_of, "decode")
+    drop(store, local, held.order, kept, trim=not state.steady)  # steady pages stay where they are
