@@ -11,6 +11,7 @@ D head_dim, P page_size, N pages, L layers, W observation window.
 
 from sparsekv import policies
 from sparsekv.hf.cache import SparseCache
+from sparsekv.hf.extra_passes import compress
 from sparsekv.hf.patch import new_cache, patch, unpatch
 from sparsekv.policies import POLICIES
 from sparsekv.report import CacheReport
@@ -21,6 +22,7 @@ __all__ = [
     "POLICIES",
     "CacheReport",
     "SparseCache",
+    "compress",
     "new_cache",
     "patch",
     "policies",

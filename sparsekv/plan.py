@@ -92,7 +92,7 @@ def make_limits(
     grid = np.array([tables[int(n)] for n in tokens], dtype=np.int32)  # [B, L, HK, 5]
     most, keep, low, sinks, recent = grid.transpose(3, 1, 0, 2)  # each [L, B, HK]
     sliding = np.array([[[spec.window is not None]] for spec in layers], dtype=np.int32)
-    modes = [plan.decode for plan in plans[int(tokens.max())]]
+    modes: list[str] = [plan.decode for plan in plans[int(tokens.max())]]
     select = [
         [plans[int(n)][i].select or int(UNLIMITED) for n in tokens] for i in range(len(layers))
     ]

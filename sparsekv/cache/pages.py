@@ -133,6 +133,18 @@ class PagePool:
         assert (self.refcount[unique] >= 0).all(), "a page was released more often than owned"
         self._free = np.concatenate([self._free, unique[self.refcount[unique] == 0]])
 
+    def shrink(self) -> np.ndarray:
+        """Give the memory of free pages back. Returns the new id of every old page, int32 [N]."""
+        used = np.flatnonzero(self.refcount)
+        index = upload(used, self.device)
+        # One after the other, so that at most one tensor exists twice.
+        for name, pages in self.page_tensors.items():
+            setattr(self, name, raw(pages)[index].view(pages.dtype))
+        renamed = np.zeros(len(self.refcount), dtype=np.int32)
+        renamed[used] = np.arange(len(used), dtype=np.int32)
+        self.refcount, self._free = self.refcount[used], self._free[:0]
+        return renamed
+
     def copy(self, source: np.ndarray, target: np.ndarray) -> None:
         """Copy whole pages `source[i]` -> `target[i]` (copy-on-write)."""
         pair = upload(np.stack([source, target]).astype(np.int64), self.device)

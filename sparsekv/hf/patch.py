@@ -26,6 +26,7 @@ from sparsekv.hf.check import (
     self_test,
 )
 from sparsekv.hf.compat import cache_key, tp_size
+from sparsekv.hf.extra_passes import prefill
 from sparsekv.hf.graph import GraphedDecode, can_graph
 from sparsekv.hf.traced import CompiledForward, bound_forward
 from sparsekv.policies import Full, Policy, get_policy, resolve_budget
@@ -215,9 +216,24 @@ def _prepare_cache(
     cache = model_kwargs.get(name)
     if isinstance(cache, SparseCache):
         mode = args[0] if args else kwargs.get("generation_mode")
+        _check_mode(cache.state.policy, generation_config, mode)
         _set_mode(cache, generation_config, model_kwargs, mode)
         cache.state.max_columns = args[2] if len(args) > 2 else kwargs.get("max_cache_length")
     return getattr(type(self), _HOOK)(self, generation_config, model_kwargs, *args, **kwargs)
+
+
+def _check_mode(policy: Policy, generation_config: Any, mode: Any) -> None:
+    """Raise ValueError for a way to generate that the policy refuses."""
+    assistant = bool(getattr(generation_config, "is_assistant", False))
+    wanted = {
+        "assisted": assistant or mode == GenerationMode.ASSISTED_GENERATION,
+        "beams": (generation_config.num_beams or 1) > 1,
+    }
+    for way, reason in policy.refuses.items():
+        if wanted[way]:
+            raise ValueError(
+                f"expected a policy that allows {way} generation, got {policy.name!r}: {reason}"
+            )
 
 
 def _set_mode(cache: SparseCache, generation_config: Any, model_kwargs: dict, mode: Any) -> None:
@@ -259,4 +275,5 @@ _METHODS: dict[str, Callable[..., Any]] = {
     _HOOK: _prepare_cache,
     _MAY_COMPILE: _may_compile,
     "get_compiled_call": _compiled_call,
+    "_prefill": prefill,
 }

@@ -20,6 +20,7 @@ from sparsekv.policies.base import (
 from sparsekv.policies.budgets import resolve_budget
 from sparsekv.policies.full import Full
 from sparsekv.policies.h2o import H2O
+from sparsekv.policies.kvzip import KVzip
 from sparsekv.policies.layersplit import LayerSplit
 from sparsekv.policies.pyramid import Pyramid
 from sparsekv.policies.quest import Quest
@@ -27,7 +28,10 @@ from sparsekv.policies.snapkv import SnapKV
 from sparsekv.policies.streaming import Streaming
 
 POLICIES: Mapping[str, type[Policy]] = MappingProxyType(
-    {policy.name: policy for policy in (Full, Streaming, H2O, SnapKV, Pyramid, LayerSplit, Quest)}
+    {
+        policy.name: policy
+        for policy in (Full, Streaming, H2O, SnapKV, Pyramid, LayerSplit, Quest, KVzip)
+    }
 )
 
 
@@ -46,6 +50,7 @@ __all__ = [
     "Full",
     "Gumbel",
     "HeadPlan",
+    "KVzip",
     "LayerPlan",
     "LayerSplit",
     "ModelShape",

@@ -19,6 +19,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import ClassVar, Literal, Protocol
 
 import torch
@@ -164,6 +165,8 @@ class Policy(ABC):
     rerotates_sinks: ClassVar[bool] = False  # cached tokens get contiguous positions
     selects_pages: ClassVar[bool] = False  # plans may say `select`: pages carry key bounds
     note: ClassVar[str | None] = None  # what a report must say about its figures
+    # What `generate` must not be asked for ("assisted", "beams"), and why.
+    refuses: ClassVar[Mapping[str, str]] = MappingProxyType({})
     signed: ClassVar[bool] = False  # scores may be negative
     # "local": every rank decides for its own heads; "refused": the heads of a layer must agree.
     tensor_parallel: ClassVar[Literal["local", "refused"]] = "local"
