@@ -112,13 +112,14 @@ def keep_best(scores: Tensor, budget: int, sinks: int, uniform: bool) -> Tensor:
     """Which keys stay: bool as scores fp32 [L, HK, T], T > budget.
 
     uniform: the best `budget` of each head. Otherwise the best L * HK * budget of all; equal ones
-    go by token, the newest first, then by layer and head. The first `sinks` tokens stay anyway, as
-    far as the budget reaches.
+    go by token, the newest first, then the first layer and head. The first `sinks` tokens stay
+    anyway, as far as the budget reaches.
     """
     layers, heads, tokens = scores.shape
     first = torch.arange(tokens, device=scores.device) < min(sinks, budget)
     # Lists in which the highest index wins a tie.
-    lists = scores.flatten(0, 1) if uniform else scores.permute(2, 0, 1).reshape(1, -1)
+    lists = scores.flatten(0, 1)
+    lists = lists if uniform else lists.flip(0).T.reshape(1, -1)
     safe = first.expand_as(lists) if uniform else first.repeat_interleave(layers * heads)[None]
     length = torch.full(lists.shape[:1], lists.shape[1], dtype=torch.int32, device=scores.device)
     share = budget if uniform else budget * layers * heads
@@ -127,7 +128,7 @@ def keep_best(scores: Tensor, budget: int, sinks: int, uniform: bool) -> Tensor:
     keep.scatter_(1, index.long(), True)
     if uniform:
         return keep.view_as(scores)
-    return keep.view(tokens, layers, heads).permute(1, 2, 0)
+    return keep.view(tokens, layers * heads).T.flip(0).view_as(scores)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
@@ -152,4 +153,3 @@ def drop_keys(state: SparseState, keep: Sequence[Mapping[int, Tensor] | None]) -
         store.trim(local)
     for store in state.stores:
         store.shrink()
-    state.held_steps = 0

@@ -20,6 +20,7 @@ from sparsekv.kernels._quant import check_kv_dtype
 from sparsekv.plan import LayerSpec, Limits, make_limits
 from sparsekv.policies import Full
 from sparsekv.policies.base import ModelShape, Policy
+from sparsekv.policies.budgets import resolve_budget
 from sparsekv.rope import SinkShift
 from sparsekv.step import Part, RowTensors, real_lengths
 
@@ -38,6 +39,7 @@ class SparseState:
 
     Attributes:
         deferred: whether the forward that runs leaves eviction to a later one.
+        passed: whether the extra passes of the policy have run over the prompt.
         tokens: int [B] real tokens of each row so far.
         gaps: (before, pads) of each forward with padding: row b had pads[b] columns of padding
             before its token at position before[b].
@@ -90,7 +92,7 @@ class SparseState:
         self.log: dict[int, list[tuple[Part, Tensor, Tensor, Tensor, Scores]]] = {}
         self.steady: dict[torch.device, RowTensors] | None = None
         self.held_steps = 0
-        self.deferred = False
+        self.deferred = self.passed = False
         self._stores: dict[int, tuple[PagedKVCache, int]] = {}
         self._parts: list[Part] = []
         self._start = -1
@@ -170,6 +172,7 @@ class SparseState:
         if not self.held_steps:
             self.steady = None
         parts = self._split(start, tokens, lengths)
+        self._expect_passes(parts)
         if parts[0].kind != "decode":
             self.held_steps = 0
             shape = ModelShape(len(self.ordinal), q.shape[1], k.shape[1], head_dim)
@@ -187,6 +190,18 @@ class SparseState:
             return
         for member in {id(store): i for i, (store, _) in self._stores.items()}.values():
             self._prepare(member)
+
+    def _expect_passes(self, parts: list[Part]) -> None:
+        """A prompt that waits for extra passes must get them before the first decode step."""
+        if not self.policy.extra_passes or self.passed or parts[-1].kind != "decode":
+            return
+        if any(n > resolve_budget(self.budget, int(n)) for n in self.tokens if n):
+            raise ValueError(
+                f"expected sparsekv.compress(model, cache, input_ids) before the first decode step "
+                f"under policy {self.policy.name!r}, got a cache of {self.tokens.tolist()} tokens "
+                f"that is still whole"
+            )
+        self.passed = True
 
     def _keep_sinks(self, limits: Limits) -> None:
         """A row that has evicted gets no more sinks than before: the next ones are gone."""

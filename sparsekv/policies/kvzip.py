@@ -11,7 +11,7 @@ softmax over fewer keys, the sinks, the chunk and the m tokens up to each query:
     score_j = max over the m queries and the query heads of the group of p_ij,  j in c  [L, HK, T]
 
 With all chunks scored, L * HK * budget of the L * HK * T keys stay: the best of all layers and
-heads together (ties: the newest token, then the highest layer and head), or `uniform`, the best
+heads together (ties: the newest token, then the first layer and head), or `uniform`, the best
 `budget` of each head. The first `sinks` tokens stay in every head. A head may be left with these
 only; later turns and generated tokens always stay. The cache serves any question about its context:
 nothing was scored by the question.
@@ -61,6 +61,7 @@ class KVzip(Policy):
     name: ClassVar[str] = "kvzip"
     keeps: ClassVar[str] = "what the model attends when it repeats its context, over all layers"
     paper: ClassVar[str] = "KVzip, arXiv 2505.23416"
+    extra_passes: ClassVar[bool] = True
     refuses: ClassVar[Mapping[str, str]] = MappingProxyType(
         {"assisted": "the first drafts come in one forward with the context that is to be repeated"}
     )

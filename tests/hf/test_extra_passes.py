@@ -223,6 +223,8 @@ def test_what_cannot_be_repeated_is_refused(model):
         greedy(model, ids, prompt_lookup_num_tokens=3)
     with pytest.raises(ValueError, match="expected input_ids for policy 'kvzip'"):
         model.generate(inputs_embeds=model.get_input_embeddings()(ids), max_new_tokens=2)
+    with pytest.raises(ValueError, match=r"expected sparsekv.compress\(.* got a cache of \[40\]"):
+        loop.feed(ids[:, :1])
     sparsekv.patch(model, "snapkv")
     with pytest.raises(ValueError, match="under policy 'kvzip', got 'snapkv'"):
         sparsekv.compress(model, sparsekv.new_cache(model), ids)

@@ -71,7 +71,7 @@ def sorted_best(scores, budget, sinks, uniform):
     """`keep_best` by sorting tuples."""
     layers, heads, tokens = scores.shape
     keys = [
-        (t < min(sinks, budget), float(scores[l, h, t]), t, l, h)
+        (t < min(sinks, budget), float(scores[l, h, t]), t, -l, -h)
         for l in range(layers)
         for h in range(heads)
         for t in range(tokens)
@@ -80,10 +80,10 @@ def sorted_best(scores, budget, sinks, uniform):
     if not uniform:
         chosen = sorted(keys, reverse=True)[: layers * heads * budget]
     else:
-        each = [[k for k in keys if k[3:] == (l, h)] for l in range(layers) for h in range(heads)]
+        each = [[k for k in keys if k[3:] == (-l, -h)] for l in range(layers) for h in range(heads)]
         chosen = [k for one in each for k in sorted(one, reverse=True)[:budget]]
     for *_, t, l, h in chosen:
-        keep[l, h, t] = True
+        keep[-l, -h, t] = True
     return keep
 
 
