@@ -35,14 +35,20 @@ def attend(
     Raises:
         ValueError: see `SparseState.begin`.
     """
-    outs = []
+    first = state.seen[layer]
     parts = state.begin(layer, q, k, mask)
     with _device_of(q):
+        outs = []
         for part in parts:
-            at = slice(part.start - parts[0].start, part.start - parts[0].start + part.tokens)
             run = {"prefill": prefill, "chunk": chunk, "decode": decode}[part.kind]
-            outs.append(run(state, layer, part, q[:, :, at], k[:, :, at], v[:, :, at], scores))
-    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+            own = [part.pick(x, first) for x in (q, k, v)]
+            outs.append(run(state, layer, part, own[0], own[1], own[2], scores))
+        if len(outs) == 1:
+            return outs[0]
+        out = outs[0].new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3])
+        for part, x in zip(parts, outs, strict=True):
+            part.put(out, x, first)
+    return out
 
 
 def rollback(state: SparseState, tokens: int) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 from torch import Tensor
 
 from sparsekv.headwise import Scores
+from sparsekv.interval import note_step
 from sparsekv.kernels.decode import paged_decode_attention
 from sparsekv.kernels.evict import Action, evict_slot
 from sparsekv.selecting import attended_pages, note_keys
@@ -25,10 +26,14 @@ def decode(
         state.log[layer].append((part, q, k, v, scores))
         store.ensure(np.array([local]), np.ones_like(store.lens[:1]), state.rewrites[[layer]])
     state.queries.pop(layer, None)
+    state.moments.pop(layer, None)
+    compresses = state.limits.mode[layer] == "interval"  # type: ignore[union-attr]
+    if not compresses:
+        state.rings.pop(layer, None)
     _append_token(state, layer, part, k, v)
     shift_sinks(state, layer, part)
     ordinal = state.ordinal.get(layer)
-    need = None if ordinal is None else state.policy.needs(ordinal, "decode")
+    need = None if ordinal is None or compresses else state.policy.needs(ordinal, "decode")
     group = None if need is None else ("mean" if need.group == "layer_mean" else need.group)
     table, lens = attended_pages(state, layer, q[:, :, 0])
     out, _, probs = paged_decode_attention(
@@ -41,6 +46,8 @@ def decode(
     if need is not None and need.group == "layer_mean" and probs is not None:
         probs = probs.mean(1, keepdim=True).expand_as(probs)
     _settle_token(state, layer, part, probs)
+    if compresses:
+        note_step(state, layer, part, q)
     return out[:, None]
 
 

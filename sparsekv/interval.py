@@ -8,12 +8,17 @@ queries (`sparsekv.ring`).
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 from torch import Tensor
 
 from sparsekv.cache.pages import upload
+from sparsekv.features import Source, compute
+from sparsekv.headwise import Queries
+from sparsekv.held import HeldKeys, drop
 from sparsekv.policies.base import Need
-from sparsekv.prompt import Keyed, drop
+from sparsekv.policies.features import ExpectedProbability
 from sparsekv.selection import Candidates, choose
 from sparsekv.state import SparseState
 from sparsekv.step import Part
@@ -54,13 +59,23 @@ def compress(state: SparseState, layer: int, seen: np.ndarray) -> None:
     store, local = state.store(layer)
     if not state.steady:  # it writes slots that a fork may share
         store.ensure(np.array([local]), np.zeros_like(store.lens[:1]), np.array([True]))
-    held = Keyed.of(store, local)
-    ring = state.rings[layer]
-    newest = upload((seen - 1).astype(np.int32), held.keys.held.device)
+    held, ring = HeldKeys.of(store, local), state.rings[layer]
+    newest = upload((seen - 1).astype(np.int32), held.order.device)
+
+    def last(rows: int) -> Queries:
+        return ring.read(newest, rows)
 
     def columns_of(need: Need) -> Tensor:
-        return held.columns(ring.read(newest), need, ring.scores)
+        return held.columns(last(need.rows or ring.rows), need, ring.scores, None)
 
+    source = Source(
+        held.keys, np.zeros_like(seen), ring.scores, last, _no_moments,
+        lambda: state.parts.projections[layer],
+    )  # fmt: skip
     candidates = Candidates(held.keys.positions, held.keys.held, store.lens[local], None)
-    kept = choose(state, layer, candidates, columns_of, "decode")
+    kept = choose(state, layer, candidates, columns_of, partial(compute, source=source), "decode")
     drop(store, local, held.order, kept, trim=not state.steady)  # steady pages stay where they are
+
+
+def _no_moments(feature: ExpectedProbability) -> tuple[Tensor, Tensor | None]:
+    raise ValueError(f"expected a feature of keys or last queries between steps, got {feature}")

@@ -18,6 +18,8 @@ from sparsekv.policies.budgets import resolve_budget
 
 # A budget that nothing reaches: layers that keep everything.
 UNLIMITED = np.iinfo(np.int32).max
+# Decode modes in which a step by itself writes slots that exist, and holds its budget.
+EVICTING = ("replace", "evict")
 
 
 @dataclass(frozen=True)
@@ -92,10 +94,15 @@ def make_limits(
     grid = np.array([tables[int(n)] for n in tokens], dtype=np.int32)  # [B, L, HK, 5]
     most, keep, low, sinks, recent = grid.transpose(3, 1, 0, 2)  # each [L, B, HK]
     sliding = np.array([[[spec.window is not None]] for spec in layers], dtype=np.int32)
-    modes: list[str] = [plan.decode for plan in plans[int(tokens.max())]]
+    longest = plans[int(tokens.max())]
+    if policy.stateful and any(plan.decode == "interval" for plan in longest):
+        raise ValueError(
+            f"expected a policy without a score per slot for decode='interval', got {policy.name!r}"
+        )
     select = [
         [plans[int(n)][i].select or int(UNLIMITED) for n in tokens] for i in range(len(layers))
     ]
+    modes: list[str] = [plan.decode for plan in longest]
     selects = np.array(select, dtype=np.int32)
     return Limits(most, keep - sliding, low, sinks, recent, modes, selects)
 

@@ -14,17 +14,29 @@ import torch
 from torch import Tensor
 
 from sparsekv.cache.paged import PagedKVCache
-from sparsekv.headwise import Keys, Queries, Scores, headwise_attention, headwise_columns
+from sparsekv.features import Source, compute
+from sparsekv.headwise import (
+    Keys,
+    Queries,
+    Scores,
+    headwise_attention,
+    headwise_columns,
+    uniform_share,
+)
+from sparsekv.held import HeldKeys, drop
 from sparsekv.kernels.column_scores import column_scores
 from sparsekv.kernels.prefill import prefill_attention
+from sparsekv.moments import PromptMoments
 from sparsekv.policies.base import Need
+from sparsekv.policies.features import ExpectedProbability, Feature
+from sparsekv.ring import QueryRing, window_rows
 from sparsekv.selecting import note_keys
 from sparsekv.selection import Candidates, Kept, choose
 from sparsekv.sinks import shift_sinks
 from sparsekv.state import SparseState
 from sparsekv.step import Part
 
-_LAST = torch.iinfo(torch.int32).max
+Remembered = tuple[Tensor, Tensor] | None  # queries and their positions
 
 
 def prefill(
@@ -45,9 +57,11 @@ def prefill(
     out, lse = prefill_attention(flat_q, flat_k, flat_v, *lengths, sinks=scores.sinks, **geometry)
 
     def columns_of(need: Need) -> Tensor:
+        seen = _positions(part, q.device) + 1 if need.statistic == "count" else None
         return column_scores(
             flat_q, flat_k, lse, *lengths,
-            rows=need.rows, statistic=need.statistic, group=need.group, **geometry,
+            rows=need.rows, statistic=need.statistic, group=need.group,
+            log_threshold=None if seen is None else uniform_share(seen).flatten(), **geometry,
         ).expand(-1, heads, -1)  # fmt: skip
 
     def fresh() -> Candidates:
@@ -57,8 +71,12 @@ def prefill(
         return Candidates(positions.expand(batch, heads, -1), held, host, None)
 
     candidates = part.once(("fresh", k.device, heads), fresh)
-    _write_kept(state, layer, part, k, v, choose(state, layer, candidates, columns_of))
-    _remember_queries(state, layer, _queries(q, part))
+    queries = _queries(q, part)
+    keys = Keys(k, v, queries.positions[:, None].expand(-1, heads, -1), candidates.held)
+    asked = _Asked(state, layer, part, queries, keys, scores, part.tokens - part.lengths)
+    kept = choose(state, layer, candidates, columns_of, asked.feature)
+    _write_kept(state, layer, part, k, v, kept)
+    asked.remember()
     return out.unflatten(0, (batch, part.tokens))
 
 
@@ -87,26 +105,22 @@ def chunk(
     _append_chunk(store, local, part, k, v)
     note_keys(state, layer, part, k)
     shift_sinks(state, layer, part)
-    order, positions = _position_order(store, local)
-    keys = Keys(*store.gather(local, order), positions, store.seqlens[local])
-    queries = _queries(q, part)
-    out, lse = headwise_attention(queries, keys, scores, window)
-    remembered = state.queries.pop(layer, None)
+    held, queries = HeldKeys.of(store, local), _queries(q, part)
+    out, lse = headwise_attention(queries, held.keys, scores, window)
+    asked = _Asked(state, layer, part, queries, held.keys, scores, np.zeros_like(part.lengths))
 
     def columns_of(need: Need) -> Tensor:
         if need.rows is None:
-            return headwise_columns(queries, keys, lse, need, scores, window)
-        last = _observation_window(queries, remembered, need.rows)
-        last_lse = headwise_attention(last, keys, scores, window)[1]
-        return headwise_columns(last, keys, last_lse, need, scores, window)
+            return headwise_columns(queries, held.keys, lse, need, scores, window)
+        return held.columns(asked.last(need.rows), need, scores, window)
 
     slot_scores = None
     if state.policy.stateful and layer in state.ordinal:
-        slot_scores = store.view(local, "scores").gather(-1, order)
-    host = store.lens[local]
-    candidates = Candidates(positions, keys.held, host, slot_scores)
-    _drop(store, local, order, choose(state, layer, candidates, columns_of))
-    _remember_queries(state, layer, queries, remembered)
+        slot_scores = store.view(local, "scores").gather(-1, held.order)
+    candidates = Candidates(held.keys.positions, held.keys.held, store.lens[local], slot_scores)
+    kept = choose(state, layer, candidates, columns_of, asked.feature)
+    drop(store, local, held.order, kept)
+    asked.remember()
     return out
 
 
@@ -134,54 +148,81 @@ def _positions(part: Part, device: torch.device) -> Tensor:
     return torch.where(rank >= 0, rank + rows.before[:, None], -1)
 
 
-def _position_order(store: PagedKVCache, local: int) -> tuple[Tensor, Tensor]:
-    """Slots in ascending position, int64 [B, HK, S], and those positions; free slots come last."""
-    positions = store.view(local, "positions")
-    slot = torch.arange(positions.shape[-1], device=positions.device)
-    in_use = slot < store.seqlens[local][..., None]
-    ordered, order = torch.where(in_use, positions, _LAST).sort(dim=-1)
-    width = int(store.lens[local].max())
-    return order[..., :width], ordered[..., :width]
+def _remembered(state: SparseState, layer: int, part: Part) -> Remembered:
+    """The last queries before this part, as far as anybody wanted them."""
+    ring = state.rings.pop(layer, None)
+    if ring is None:
+        return state.queries.pop(layer, None)
+    last = ring.read(part.on(ring.q.device).before - 1, ring.rows)
+    return last.q, last.positions
 
 
-def _drop(store: PagedKVCache, local: int, order: Tensor, kept: Kept) -> None:
-    """Write scores back and compact the layer to `kept`, whose indices run along `order`."""
-    if kept.slot_scores is not None:
-        by_slot = store.view(local, "scores").scatter(-1, order, kept.slot_scores)
-        store.store_scores(local, by_slot)
-    if kept.everything:
-        return
-    index = kept.selection.index
-    slots = order.gather(-1, index.clamp_min(0).long())
-    votes = torch.zeros_like(store.view(local, "positions"))
-    votes.scatter_add_(-1, slots, (index >= 0).int())
-    store.compact(local, votes > 0, kept.host)
-    store.trim(local)
+class _Asked:
+    """What a policy asks about the keys of one layer in one forward, answered on demand.
+
+    pads: int [B] columns before the first key of each row.
+    """
+
+    def __init__(
+        self,
+        state: SparseState,
+        layer: int,
+        part: Part,
+        queries: Queries,
+        keys: Keys,
+        scores: Scores,
+        pads: np.ndarray,
+    ) -> None:
+        self.state, self.layer, self.queries = state, layer, queries
+        self.part, self.remembered = part, _remembered(state, layer, part)
+        rows, before = part.on(queries.q.device), state.moments.pop(layer, {})
+        seen = rows.before + rows.used
+        self.moments = PromptMoments(queries, seen, before, state.parts.rotary)
+        self.source = Source(
+            keys, pads, scores, self.last, self.moments.ahead,
+            lambda: state.parts.projections[layer],
+        )  # fmt: skip
+
+    def last(self, rows: int) -> Queries:
+        """The last `rows` queries, those of earlier forwards included."""
+        return _observation_window(self.queries, self.remembered, rows)
+
+    def feature(self, feature: Feature) -> Tensor:
+        """fp32 [B, HK, S] by rank."""
+        return compute(feature, self.source)
+
+    def remember(self) -> None:
+        """Keep last queries and moments for a chunk or a compression that may follow."""
+        state, layer = self.state, self.layer
+        ordinal = state.ordinal.get(layer)
+        if ordinal is None or state.limits is None:
+            return
+        rows = window_rows(state.policy, ordinal, "decode")
+        if state.limits.mode[layer] == "interval" or (state.deferred and rows):
+            on = self.part.on(self.queries.q.device)
+            newest = on.before + on.used - 1
+            state.rings[layer] = QueryRing.of(self.last(rows), rows, newest, self.source.scores)
+        if not state.keep_queries:
+            return
+        rows = window_rows(state.policy, ordinal, "prefill")
+        if rows and layer not in state.rings:
+            last = self.last(rows)
+            state.queries[layer] = (last.q, last.positions)
+        for feature in state.policy.features(ordinal, "prefill"):
+            if isinstance(feature, ExpectedProbability):
+                self.moments.of(feature)
+        if self.moments.made:
+            state.moments[layer] = self.moments.made
 
 
-def _remember_queries(
-    state: SparseState,
-    layer: int,
-    queries: Queries,
-    remembered: tuple[Tensor, Tensor] | None = None,
-) -> None:
-    """Keep the last queries of this forward for a chunk that may follow."""
-    ordinal = state.ordinal.get(layer)
-    need = None if ordinal is None else state.policy.needs(ordinal, "prefill")
-    if state.keep_queries and need is not None and need.rows is not None:
-        last = _observation_window(queries, remembered, need.rows)
-        state.queries[layer] = (last.q, last.positions)
-
-
-def _observation_window(
-    queries: Queries, remembered: tuple[Tensor, Tensor] | None, rows: int
-) -> Queries:
+def _observation_window(queries: Queries, remembered: Remembered, rows: int) -> Queries:
     """The last `rows` real queries of remembered and new ones; missing ones sit at -1."""
     q, positions = queries.q, queries.positions
     if remembered is not None:
         q = torch.cat([remembered[0], q], dim=2)
         positions = torch.cat([remembered[1], positions], dim=1)
     positions, order = positions.sort(dim=-1, stable=True)
-    order = order[:, None, -rows:, None].expand(-1, q.shape[1], -1, q.shape[-1])
-    positions = positions[:, -rows:]
+    first = max(positions.shape[1] - rows, 0)
+    order = order[:, None, first:, None].expand(-1, q.shape[1], -1, q.shape[-1])
+    positions = positions[:, first:]
     return Queries(q.gather(2, order), positions, (positions >= 0).sum(-1, dtype=torch.int32))

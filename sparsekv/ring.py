@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from sparsekv.headwise import Queries, Scores
-from sparsekv.policies.base import Policy
+from sparsekv.policies.base import Phase, Policy
+from sparsekv.policies.features import GroupMaxWindow
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,16 @@ class QueryRing:
         if self.rows:
             self.q.scatter_(2, _along_heads(entry[:, None], self.q), q)
 
-    def read(self, newest: Tensor) -> Queries:
-        """All W queries by position when the newest one is at int32 [B]; missing ones sit at -1."""
-        age = torch.arange(self.rows - 1, -1, -1, dtype=torch.int32, device=newest.device)
+    def read(self, newest: Tensor, rows: int) -> Queries:
+        """The last `rows` <= W queries by position; missing ones sit at -1.
+
+        newest: int32 [B] position of each row's last query.
+        """
+        age = torch.arange(rows - 1, -1, -1, dtype=torch.int32, device=newest.device)
         positions = (newest[:, None] - age).clamp_min(-1)
-        entry = _entries(newest, self.rows, self.rows)
+        entry = _entries(newest, rows, self.rows)
         q = self.q.gather(2, _along_heads(entry, self.q))
-        return Queries(q, positions, (newest + 1).clamp(max=self.rows))
+        return Queries(q, positions, (newest + 1).clamp(max=rows))
 
     def select_rows(self, rows: Tensor) -> QueryRing:
         """The ring of the given rows, int64."""
@@ -63,10 +67,13 @@ class QueryRing:
         return replace(self, q=self.q.clone())
 
 
-def ring_rows(policy: Policy, ordinal: int) -> int:
-    """How many queries the statistics of a compression of that layer look back on."""
-    need = policy.needs(ordinal, "decode")
-    return 0 if need is None or need.rows is None else need.rows
+def window_rows(policy: Policy, ordinal: int, phase: Phase) -> int:
+    """How many last queries the policy's questions in that layer and phase look back on."""
+    need = policy.needs(ordinal, phase)
+    rows = [need.rows] if need is not None and need.rows is not None else []
+    asked = policy.features(ordinal, phase)
+    rows += [feature.rows for feature in asked if isinstance(feature, GroupMaxWindow)]
+    return max(rows, default=0)
 
 
 def _entries(newest: Tensor, count: int, rows: int) -> Tensor:

@@ -12,7 +12,8 @@ from torch import Tensor
 from sparsekv.cache.pages import upload
 from sparsekv.kernels.topk import select_topk
 from sparsekv.plan import Limits
-from sparsekv.policies.base import Need, Selection, Stats, TopK
+from sparsekv.policies.base import Need, Phase, Selection, Stats, TopK
+from sparsekv.policies.features import Feature
 from sparsekv.state import SparseState
 
 
@@ -60,31 +61,40 @@ class Kept:
 
 
 def choose(
-    state: SparseState, layer: int, keys: Candidates, columns_of: Callable[[Need], Tensor]
+    state: SparseState,
+    layer: int,
+    keys: Candidates,
+    columns_of: Callable[[Need], Tensor],
+    feature_of: Callable[[Feature], Tensor],
+    phase: Phase = "prefill",
 ) -> Kept:
-    """Let the policy see the statistic it asked for and decide which of `keys` stay.
+    """Let the policy see what it asked for and decide which of `keys` stay.
 
-    columns_of(need) -> fp32 [B, HK, S] computes a statistic; it is not called if nobody needs it.
+    columns_of(need) and feature_of(feature) -> fp32 [B, HK, S] are called only if somebody needs
+    the answer: features when something must go, a statistic then or by a stateful policy.
+    phase: "decode" cuts the heads that decode steps have brought over their budget.
     """
     assert state.limits is not None
     policy, ordinal = state.policy, state.ordinal.get(layer)
-    host = np.minimum(state.limits.keep[layer], keys.host)
-    drop = bool((host < keys.host).any())
-    need = None if ordinal is None else policy.needs(ordinal, "prefill")
+    pooled = policy.ragged and ordinal is not None
+    host = _keep(state.limits, layer, keys.host, phase, pooled)
+    drop = bool((host.sum(-1) < keys.host.sum(-1)).any())
+    need = None if ordinal is None else policy.needs(ordinal, phase)
     if state.deferred and need is not None and need.rows is not None:
         need = None  # the observation window is the end of the prompt, which is still to come
     columns = columns_of(need) if need is not None and (policy.stateful or drop) else None
     slot_scores = keys.slot_scores
     if columns is not None and policy.stateful and ordinal is not None:
         old = torch.zeros_like(columns) if slot_scores is None else slot_scores
-        slot_scores = policy.observe(ordinal, "prefill", old, columns, keys.positions).float()
+        slot_scores = policy.observe(ordinal, phase, old, columns, keys.positions).float()
     if not drop:
         return Kept(_newest(keys, keys.held), host, slot_scores, True)
     keep = keys.counts(host)
     if ordinal is None:  # a sliding layer: the newest window - 1
         return Kept(_newest(keys, keep), host, slot_scores, False)
     _, _, recent = state.limits.on(keys.held.device, layer)
-    stats = Stats(columns, slot_scores, keys.positions, keys.held, recent[:, 0])
+    features = {feature: feature_of(feature) for feature in policy.features(ordinal, phase)}
+    stats = Stats(columns, slot_scores, keys.positions, keys.held, recent[:, 0], features)
     scores = policy.score(ordinal, stats).float()
     width = None if policy.ragged else int(host.max())
     selection = policy.select(
@@ -94,6 +104,18 @@ def choose(
     if policy.ragged:
         host = selection.count.cpu().numpy()
     return Kept(selection, host, slot_scores, False)
+
+
+def _keep(limits: Limits, layer: int, held: np.ndarray, phase: Phase, pooled: bool) -> np.ndarray:
+    """Keys that heads may keep of `held` int [B, HK].
+
+    pooled: the heads of a row share what they may keep, so one may hold more than its own part; the
+    limit is cut to what the row holds only to keep sums small.
+    """
+    limit = limits.keep[layer]
+    if phase == "decode":
+        limit = np.where(held > limits.budget[layer], limits.low[layer], held)
+    return np.minimum(limit, held.sum(-1, keepdims=True) if pooled else held)
 
 
 def _newest(keys: Candidates, keep: Tensor) -> Selection:

@@ -17,12 +17,15 @@ from sparsekv.cache.paged import PagedKVCache, Snapshot
 from sparsekv.cache.pages import PagePool
 from sparsekv.headwise import Scores
 from sparsekv.kernels._quant import check_kv_dtype
-from sparsekv.plan import LayerSpec, Limits, make_limits
+from sparsekv.moments import QueryMoments
+from sparsekv.parts import ModelParts
+from sparsekv.plan import EVICTING, LayerSpec, Limits, make_limits
 from sparsekv.policies import Full
 from sparsekv.policies.base import ModelShape, Policy
 from sparsekv.policies.budgets import resolve_budget
+from sparsekv.ring import QueryRing
 from sparsekv.rope import SinkShift
-from sparsekv.step import Part, RowTensors, real_lengths
+from sparsekv.step import Part, RowTensors, in_blocks, real_lengths
 
 
 class SparseState:
@@ -36,6 +39,7 @@ class SparseState:
         kv_dtype: None, or how K and V are quantised, see `sparsekv.patch`.
         defer_eviction: keep a prompt that comes in several forwards whole until its last one, which
             then keeps what a single forward would have kept.
+        parts: what the policy's features need of the model.
 
     Attributes:
         deferred: whether the forward that runs leaves eviction to a later one.
@@ -43,6 +47,8 @@ class SparseState:
         tokens: int [B] real tokens of each row so far.
         gaps: (before, pads) of each forward with padding: row b had pads[b] columns of padding
             before its token at position before[b].
+        rings: the last queries of layers that compress between decode steps, see `sparsekv.ring`.
+        capturing: whether the step that runs is being captured: what it does is done again later.
         steady, held_steps: row tensors of decode steps with fixed shapes, and for how many more
             steps pages are found, see `sparsekv.steady`.
         max_columns: columns that a generation may reach, or None if nobody said.
@@ -50,8 +56,10 @@ class SparseState:
             into an empty cache are the prompt, later ones drafts.
         chunked_until: column up to which a prompt comes in several forwards; one of a single token
             is then still prompt. Otherwise a single token onto a cache is a decode step.
-        keep_queries: keep the last queries of a prefill until the first decode step, so that a
-            further chunk can be scored by a full observation window.
+        keep_queries: keep the last queries of a prefill, and the moments of all of them where the
+            policy asks for these, until the first decode step, so that a further chunk can be
+            scored by a full observation window and the whole prompt. After a decode step they
+            start anew: a later turn is scored by its own queries.
     """
 
     def __init__(
@@ -64,6 +72,7 @@ class SparseState:
         sink_shift: SinkShift | None = None,
         kv_dtype: str | None = None,
         defer_eviction: bool = False,
+        parts: ModelParts | None = None,
     ) -> None:
         check_kv_dtype(kv_dtype)
         self.kv_dtype = kv_dtype
@@ -72,6 +81,7 @@ class SparseState:
         full = (i for i, spec in enumerate(self.layers) if spec.window is None)
         self.ordinal = {layer: i for i, layer in enumerate(full)}
         self.sink_shift, self.defer_eviction = sink_shift, defer_eviction
+        self.parts = parts or ModelParts()
         self.draft_start: int | None = None
         self.max_columns: int | None = None
         self.chunked_until = 0
@@ -86,13 +96,17 @@ class SparseState:
         self.gaps: list[tuple[np.ndarray, np.ndarray]] = []
         self.limits: Limits | None = None
         self.queries: dict[int, tuple[Tensor, Tensor]] = {}
+        self.moments: dict[int, dict[tuple, QueryMoments]] = {}
         self.true_sinks: dict[int, Tensor] = {}
         self.snapshots: dict[int, Snapshot] = {}
         self.queries_before: dict[int, tuple[Tensor, Tensor]] = {}
+        self.moments_before: dict[int, dict[tuple, QueryMoments]] = {}
+        self.rings: dict[int, QueryRing] = {}
+        self.rings_before: dict[int, QueryRing] = {}
         self.log: dict[int, list[tuple[Part, Tensor, Tensor, Tensor, Scores]]] = {}
         self.steady: dict[torch.device, RowTensors] | None = None
         self.held_steps = 0
-        self.deferred = self.passed = False
+        self.deferred = self.capturing = self.passed = False
         self._stores: dict[int, tuple[PagedKVCache, int]] = {}
         self._parts: list[Part] = []
         self._start = -1
@@ -181,6 +195,10 @@ class SparseState:
             limits = make_limits(policy, self.budget, self.layers, shape, parts[0].seen)
             self._keep_sinks(limits)
             self.limits = limits
+            block = self.policy.prefill_block
+            evicts = (limits.keep[[*self.ordinal]] < parts[0].seen[:, None]).any()
+            if block is not None and not self.deferred and evicts:
+                parts = in_blocks(parts[0], block) + parts[1:]
         self._start, self._parts = start, parts
         self.tokens = self.tokens + lengths
         if self.steady is not None and self.held_steps:
@@ -273,7 +291,7 @@ class SparseState:
         assert self.limits is not None
         return np.array(
             [
-                mode != "grow" or (self.policy.stateful and layer in self.ordinal)
+                mode in EVICTING or (self.policy.stateful and layer in self.ordinal)
                 for layer, mode in enumerate(self.limits.mode)
             ]
         )
@@ -301,7 +319,18 @@ class SparseState:
             return x[torch.from_numpy(rows).to(x.device)]
 
         self.queries = {i: (pick(q), pick(p)) for i, (q, p) in self.queries.items()}
+        self.moments = {
+            i: {
+                key: one.select_rows(torch.from_numpy(rows).to(one.mean.device))
+                for key, one in kinds.items()
+            }
+            for i, kinds in self.moments.items()
+        }
         self.true_sinks = {i: pick(k) for i, k in self.true_sinks.items()}
+        self.rings = {
+            i: ring.select_rows(torch.from_numpy(rows).to(ring.q.device))
+            for i, ring in self.rings.items()
+        }
 
     def open_round(self, layer: int) -> None:
         """Snapshot a layer before its first draft token since the last `settle`."""
@@ -310,6 +339,10 @@ class SparseState:
             self.snapshots[layer] = store.snapshot(index)
             if layer in self.queries:
                 self.queries_before[layer] = self.queries[layer]
+            if layer in self.moments:
+                self.moments_before[layer] = self.moments[layer]
+            if layer in self.rings:
+                self.rings_before[layer] = self.rings[layer].clone()
             self.log[layer] = []
 
     def rewind(self, tokens: int) -> dict[int, list]:
@@ -322,6 +355,8 @@ class SparseState:
             self.log[layer] = []
         self.snapshots = {}
         self.queries |= self.queries_before
+        self.moments |= self.moments_before
+        self.rings |= self.rings_before
         self.tokens = self.tokens - tokens
         self.forget_forward()
         return replay
@@ -341,4 +376,5 @@ class SparseState:
         """Accept every draft token of the round."""
         for layer, snapshot in self.snapshots.items():
             self._stores[layer][0].drop(snapshot)
-        self.snapshots, self.queries_before, self.log = {}, {}, {}
+        self.snapshots, self.log = {}, {}
+        self.queries_before, self.moments_before, self.rings_before = {}, {}, {}

@@ -3,7 +3,8 @@
 Between `hold` and the next prompt a step touches fixed memory with fixed shapes: pages for many
 steps are found in advance, row positions count up on the device, and the branches that ordinary
 steps take by host lengths (is the budget in use yet?) are taken by the device instead. What is left
-for the host is to count along, which `advance` does for steps that Python did not run.
+for the host is to count along, which `advance` does for steps that Python did not run, and to run
+the compressions of `decode="interval"` that are due then (`sparsekv.interval`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from sparsekv.plan import EVICTING
 from sparsekv.state import SparseState
 from sparsekv.step import Part
 
@@ -30,7 +32,7 @@ def hold(state: SparseState, steps: int) -> None:
         room = _most(state, members) - store.lens
         store.ensure(
             np.arange(len(members)), np.clip(room, 0, steps).astype(np.int32),
-            state.rewrites[members],
+            state.rewrites[members] | (state.limit_modes[members] == "interval"),
         )  # fmt: skip
     start, ones = max(state.seen), np.ones_like(state.tokens)
     last = Part("decode", start - 1, 1, ones, state.tokens)  # counted up by the next step
@@ -44,7 +46,7 @@ def advance(state: SparseState) -> None:
     for store in state.stores:
         members = state.members(store)
         budget = state.limits.budget[members]
-        evicts = (state.limit_modes[members] != "grow")[:, None, None]
+        evicts = np.isin(state.limit_modes[members], EVICTING)[:, None, None]
         store.lens = np.where(evicts, np.minimum(store.lens + 1, budget), store.lens + 1)
     state.count_step()
 
@@ -57,6 +59,7 @@ def addresses(state: SparseState) -> tuple[int, ...]:
         for tensor in (*store.pool.page_tensors.values(), store.block_table, store.seqlens)
     ]
     tensors += [rows.before for rows in (state.steady or {}).values()]
+    tensors += [ring.q for ring in state.rings.values()]
     return tuple(tensor.data_ptr() for tensor in tensors)
 
 
@@ -90,4 +93,4 @@ def _most(state: SparseState, members: np.ndarray) -> Any:
     budget = state.limits.budget[members].astype(np.int64)
     modes = state.limit_modes[members][:, None, None]
     unlimited = np.iinfo(np.int64).max // 2
-    return np.where(modes == "grow", unlimited, budget + (modes == "evict"))
+    return np.where(modes == "grow", unlimited, budget + (modes != "replace"))

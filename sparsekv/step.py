@@ -33,6 +33,8 @@ class Part:
     start: column of the first token, padding counted. Real tokens are a suffix of the T columns.
     lengths: int [B] real tokens among the T. seen: int [B] real tokens of the row so far, these
     included; so theirs are the positions seen - lengths .. seen - 1.
+    columns: int [B, T] which columns of the forward these are, where rows take different ones, or
+    None: T in a row.
     """
 
     kind: str
@@ -41,6 +43,7 @@ class Part:
     lengths: np.ndarray
     seen: np.ndarray
     _device: dict[torch.device, RowTensors] = field(default_factory=dict)
+    columns: np.ndarray | None = None
     _made: dict[Hashable, Any] = field(default_factory=dict)
 
     def on(self, device: torch.device) -> RowTensors:
@@ -54,11 +57,55 @@ class Part:
             self._device[device] = RowTensors(*tensor.split([batch + 1, batch, batch, batch]))
         return self._device[device]
 
+    def pick(self, x: Tensor, first: int) -> Tensor:
+        """The part's columns of x [B, H, columns, D] of a forward that starts at column `first`."""
+        if self.columns is None:
+            return x[:, :, self.start - first : self.start - first + self.tokens]
+        index = self._columns_on(x.device)[:, None, :, None]
+        return x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3]))
+
+    def put(self, out: Tensor, x: Tensor, first: int) -> None:
+        """Write x [B, T, H, D] to the part's columns of out [B, columns, H, D]."""
+        if self.columns is None:
+            out[:, self.start - first : self.start - first + self.tokens] = x
+        else:
+            out.scatter_(1, self._columns_on(x.device)[:, :, None, None].expand_as(x), x)
+
+    def _columns_on(self, device: torch.device) -> Tensor:
+        assert self.columns is not None
+        columns = self.columns.astype(np.int64)
+        return self.once(("columns", device), lambda: upload(columns, device))
+
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """What `make` returned for the first layer of the forward that asked for `key`."""
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
+
+
+def in_blocks(part: Part, block: int) -> list[Part]:
+    """A prompt as parts that hold `block` real tokens of each row, the last one what is left.
+
+    Padding, which a row has in front of its tokens, goes wherever a row has fewer tokens than
+    others; the first part takes what all rows have.
+    """
+    longest, batch = int(part.lengths.max(initial=0)), len(part.lengths)
+    pads, taken = np.zeros(batch, dtype=np.int64), np.zeros(batch, dtype=np.int64)
+    parts: list[Part] = []
+    for start in range(0, max(longest, 1), block):
+        width = min(block, longest - start) + (0 if start else part.tokens - longest)
+        real = np.clip(part.lengths - start, 0, block)
+        column = np.arange(width)
+        padding = column < (width - real)[:, None]
+        rank = (part.tokens - part.lengths + taken)[:, None] + column - (width - real)[:, None]
+        columns = np.where(padding, pads[:, None] + column, rank)
+        pads, taken = pads + width - real, taken + real
+        seen = part.seen - part.lengths + taken
+        kind = "chunk" if start else part.kind
+        plain = (columns == columns[:1, :1] + column).all()
+        first = part.start + int(columns[0, 0])
+        parts.append(Part(kind, first, width, real, seen, columns=None if plain else columns))
+    return parts
 
 
 def real_lengths(mask: Tensor | None, start: int, known: np.ndarray, tokens: int) -> np.ndarray:

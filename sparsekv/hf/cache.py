@@ -19,6 +19,7 @@ from transformers.cache_utils import CacheLayerMixin
 from sparsekv.attention import attend, rollback
 from sparsekv.headwise import Scores
 from sparsekv.hf.attention import KEY_MARK, OWN_CACHE
+from sparsekv.parts import ModelParts
 from sparsekv.plan import LayerSpec
 from sparsekv.policies.base import Policy
 from sparsekv.report import CacheReport, make_report
@@ -103,10 +104,11 @@ class SparseCache(Cache):
         sink_shift: SinkShift | None = None,
         kv_dtype: str | None = None,
         defer_eviction: bool = False,
+        parts: ModelParts | None = None,
     ) -> None:
         self.state = SparseState(
             policy, budget, layers, page_size=page_size, sink_shift=sink_shift,
-            kv_dtype=kv_dtype, defer_eviction=defer_eviction,
+            kv_dtype=kv_dtype, defer_eviction=defer_eviction, parts=parts,
         )  # fmt: skip
         super().__init__(layers=[SparseLayer(self.state, i) for i in range(len(layers))])
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from sparsekv.hf.compat import cache_key, tp_size
 from sparsekv.plan import LayerSpec
+from sparsekv.rope import Rotary
 
 _TEST_TOKENS = 8
 _ROTARY_TYPES = ("default", "linear", "llama3", "yarn")  # frequencies do not depend on the length
@@ -117,8 +118,8 @@ def self_test(model: PreTrainedModel, cache: Any) -> None:
         )
 
 
-def rotary_frequencies(model: PreTrainedModel) -> torch.Tensor:
-    """inv_freq fp32 [R/2] of the full-attention layers.
+def rotary_frequencies(model: PreTrainedModel, purpose: str) -> torch.Tensor:
+    """inv_freq fp32 [R/2] of the full-attention layers. purpose: what for, "to ...", in errors.
 
     Raises:
         ValueError: rotary embeddings whose frequencies depend on the length, or none found.
@@ -133,15 +134,15 @@ def rotary_frequencies(model: PreTrainedModel) -> torch.Tensor:
             kind = kind.get("full_attention", "") if isinstance(kind, dict) else kind
             if kind not in _ROTARY_TYPES:
                 raise ValueError(
-                    f"expected rotary embeddings of a type in {_ROTARY_TYPES} to shift cached "
-                    f"keys, got {kind!r} in {name}"
+                    f"expected rotary embeddings of a type in {_ROTARY_TYPES} {purpose}, got "
+                    f"{kind!r} in {name}"
                 )
             return inv_freq.detach().float().cpu()
-    raise ValueError(f"expected rotary embeddings to shift cached keys, got none in {name}")
+    raise ValueError(f"expected rotary embeddings {purpose}, got none in {name}")
 
 
-def check_rotation(cache: Any) -> None:
-    """After `self_test` of a cache with a sink shift: equal tokens have keys R_p k_0 in all layers.
+def check_rotation(cache: Any, rotary: Rotary, purpose: str) -> None:
+    """After `self_test` of a cache: equal tokens have keys R_p k_0 in all layers.
 
     Raises:
         ValueError: a layer that rotates otherwise (interleaved, by other angles, or not at all).
@@ -151,12 +152,10 @@ def check_rotation(cache: Any) -> None:
         store, local = state.store(layer)
         slots = torch.arange(_TEST_TOKENS, device=store.seqlens.device)
         k = store.gather(local, slots.expand(*store.lens[local].shape, -1))[0].float()
-        first = k[:, :, :1].transpose(0, 2)  # [1, HK, 1, D] as a batch of positions
-        turned = state.sink_shift.rotate(first.expand(_TEST_TOKENS, -1, -1, -1), slots)
-        turned = turned[:, :, 0].transpose(0, 1)  # [HK, 8, D]
+        turned = rotary.turn(k[0, :, :1].expand_as(k[0]), slots)  # [HK, 8, D]
         error = (turned - k[0]).norm() / k[0].norm().clamp_min(1e-20)
         if error > 0.02:
             raise ValueError(
-                f"expected rotate-half RoPE in every full-attention layer to shift cached keys, "
-                f"got something else in layer {layer}"
+                f"expected rotate-half RoPE in every full-attention layer {purpose}, got something "
+                f"else in layer {layer}"
             )

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from sparsekv.hf.cache import SparseCache
 from sparsekv.hf.compat import cache_key, tp_size
 from sparsekv.hf.traced import CompiledForward, warn_uncompiled
+from sparsekv.interval import compress_due
 from sparsekv.steady import HostCount, addresses, advance, hold
 
 # Decode steps whose pages are found in advance; when they are used up, the next are, and the
@@ -82,11 +83,13 @@ class GraphedDecode:
                 return self.model(**inputs)
             assert self.graph is not None
             self.graph.replay()
+            compress_due(cache.state)
         else:
             for name, static in self.inputs.items():
                 static.copy_(inputs[name])
             self.graph.replay()
             advance(cache.state)  # the host counts while the device works
+            compress_due(cache.state)
         return self.output
 
     def _plain(self, inputs: dict[str, Any], cache: SparseCache) -> bool:
@@ -117,6 +120,7 @@ class GraphedDecode:
         self.inputs = {name: x.clone() for name, x in forward.items() if isinstance(x, Tensor)}
         before = HostCount.of(cache.state)
         graph = torch.cuda.CUDAGraph()
+        cache.state.capturing = True
         try:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self.output = self._step(forward | self.inputs, cache)
@@ -124,6 +128,8 @@ class GraphedDecode:
             before.put_back(cache.state)
             _leave_capture()
             return self._refuse(f"the step cannot be captured: {str(error).splitlines()[0]}")
+        finally:
+            cache.state.capturing = False
         self.graph, self.memory = graph, addresses(cache.state)
         return True
 

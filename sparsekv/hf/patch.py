@@ -28,15 +28,17 @@ from sparsekv.hf.check import (
 from sparsekv.hf.compat import cache_key, tp_size
 from sparsekv.hf.extra_passes import prefill
 from sparsekv.hf.graph import GraphedDecode, can_graph
+from sparsekv.hf.parts import UNDO, model_parts
 from sparsekv.hf.traced import CompiledForward, bound_forward
 from sparsekv.policies import Full, Policy, get_policy, resolve_budget
-from sparsekv.rope import SinkShift
+from sparsekv.rope import Rotary, SinkShift
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 _RECORD = "_sparsekv_patch"
 _HOOK = "_prepare_cache_for_generation"
 _MAY_COMPILE = "_valid_auto_compile_criteria"
 _OWN_CACHES = (None, "dynamic")
+_SHIFT = "to shift cached keys"
 
 
 @dataclass(frozen=True)
@@ -88,19 +90,12 @@ def patch(
             or a model or device that cannot be served; the model is left as it was.
     """
     chosen = get_policy(policy)
-    chosen.ready()
     resolve_budget(budget, 1)
     check_config(model)
-    if chosen.tensor_parallel == "refused" and tp_size(model) > 1:
-        raise ValueError(
-            f"expected a model on one device for policy {chosen.name!r}, whose heads of a layer "
-            f"decide together, got one sharded over {tp_size(model)} tensor-parallel ranks"
-        )
+    _check_policy(model, chosen, defer_eviction)
     previous = model.__dict__.get(_RECORD)
     _check_compile(model, compile, previous)
-    shift = None
-    if chosen.rerotates_sinks:
-        shift = SinkShift(getattr(chosen, "sinks", 0), rotary_frequencies(model))
+    shift = _sink_shift(model, chosen)
     before = previous.attn_implementation if previous else model.config._attn_implementation
     register()
     model.set_attn_implementation(NAME)
@@ -121,6 +116,28 @@ def patch(
             _install(model, previous)
         raise
     return model
+
+
+def _check_policy(model: PreTrainedModel, policy: Policy, defer_eviction: bool) -> None:
+    """Refuse a policy that lacks what it needs, of its own or of the model."""
+    policy.ready()
+    if policy.prefill_block is not None and defer_eviction:
+        raise ValueError(
+            f"expected defer_eviction=False with policy {policy.name!r}, which evicts while it "
+            "reads a prompt, got True"
+        )
+    if policy.tensor_parallel == "refused" and tp_size(model) > 1:
+        raise ValueError(
+            f"expected a model on one device for policy {policy.name!r}, whose heads of a layer "
+            f"decide together, got one sharded over {tp_size(model)} tensor-parallel ranks"
+        )
+    model_parts(model, policy)
+
+
+def _sink_shift(model: PreTrainedModel, policy: Policy) -> SinkShift | None:
+    if not policy.rerotates_sinks:
+        return None
+    return SinkShift(getattr(policy, "sinks", 0), Rotary(rotary_frequencies(model, _SHIFT)))
 
 
 def _check_compile(model: PreTrainedModel, compile: object, previous: Patch | None) -> None:
@@ -163,7 +180,7 @@ def new_cache(model: PreTrainedModel) -> SparseCache:
     return SparseCache(
         record.policy, record.budget, layer_specs(model),
         page_size=record.page_size, sink_shift=record.sink_shift, kv_dtype=record.kv_dtype,
-        defer_eviction=record.defer_eviction,
+        defer_eviction=record.defer_eviction, parts=model_parts(model, record.policy),
     )  # fmt: skip
 
 
@@ -184,10 +201,14 @@ def _prove(model: PreTrainedModel) -> None:
     layers, size, shift = layer_specs(model), record.page_size, record.sink_shift
     cache = SparseCache(Full(), 1, layers, page_size=size, kv_dtype=record.kv_dtype)
     self_test(model, cache)
-    if shift is not None:  # to be seen in exact keys only
-        exact = SparseCache(Full(), 1, layers, page_size=size, sink_shift=shift)
-        self_test(model, exact)
-        check_rotation(exact)
+    for rotary, purpose in (
+        (shift.rotary if shift else None, _SHIFT),
+        (model_parts(model, record.policy).rotary, UNDO),
+    ):
+        if rotary is not None:  # to be seen in exact keys only
+            exact = SparseCache(Full(), 1, layers, page_size=size)
+            self_test(model, exact)
+            check_rotation(exact, rotary, purpose)
     if not cache.state.ordinal:
         warnings.warn(
             f"every layer of {type(model).__name__} has a sliding window and keeps it; policy "

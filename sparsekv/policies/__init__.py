@@ -20,17 +20,34 @@ from sparsekv.policies.base import (
 from sparsekv.policies.budgets import resolve_budget
 from sparsekv.policies.full import Full
 from sparsekv.policies.h2o import H2O
+from sparsekv.policies.keydiff import KeyDiff
 from sparsekv.policies.kvzip import KVzip
 from sparsekv.policies.layersplit import LayerSplit
 from sparsekv.policies.pyramid import Pyramid
 from sparsekv.policies.quest import Quest
+from sparsekv.policies.rkv import RKV
+from sparsekv.policies.scissorhands import Scissorhands
 from sparsekv.policies.snapkv import SnapKV
 from sparsekv.policies.streaming import Streaming
+from sparsekv.policies.tova import TOVA
 
 POLICIES: Mapping[str, type[Policy]] = MappingProxyType(
     {
         policy.name: policy
-        for policy in (Full, Streaming, H2O, SnapKV, Pyramid, LayerSplit, Quest, KVzip)
+        for policy in (
+            Full,
+            Streaming,
+            H2O,
+            SnapKV,
+            Pyramid,
+            LayerSplit,
+            TOVA,
+            Scissorhands,
+            KeyDiff,
+            RKV,
+            Quest,
+            KVzip,
+        )
     }
 )
 
@@ -47,10 +64,13 @@ def get_policy(policy: str | Policy) -> Policy:
 __all__ = [
     "H2O",
     "POLICIES",
+    "RKV",
+    "TOVA",
     "Full",
     "Gumbel",
     "HeadPlan",
     "KVzip",
+    "KeyDiff",
     "LayerPlan",
     "LayerSplit",
     "ModelShape",
@@ -59,6 +79,7 @@ __all__ = [
     "Policy",
     "Pyramid",
     "Quest",
+    "Scissorhands",
     "Selection",
     "SnapKV",
     "Stats",

@@ -168,6 +168,8 @@ class Policy(ABC):
     note: ClassVar[str | None] = None  # what a report must say about its figures
     # What `generate` must not be asked for ("assisted", "beams"), and why.
     refuses: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    # Prompts over budget are read, and cut, so many tokens at a time inside each layer.
+    prefill_block: ClassVar[int | None] = None
     signed: ClassVar[bool] = False  # scores may be negative
     # "local": every rank decides for its own heads; "refused": the heads of a layer must agree.
     tensor_parallel: ClassVar[Literal["local", "refused"]] = "local"
