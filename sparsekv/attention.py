@@ -15,6 +15,7 @@ from torch import Tensor
 from sparsekv.decoding import decode
 from sparsekv.headwise import Scores
 from sparsekv.prompt import chunk, prefill
+from sparsekv.pruning import attend_pruned
 from sparsekv.state import SparseState
 
 
@@ -38,6 +39,8 @@ def attend(
     first = state.seen[layer]
     parts = state.begin(layer, q, k, mask)
     with _device_of(q):
+        if state.policy.prunes:
+            return attend_pruned(state, layer, parts[0], q, k, v, scores)
         outs = []
         for part in parts:
             run = {"prefill": prefill, "chunk": chunk, "decode": decode}[part.kind]

@@ -128,7 +128,8 @@ def _normalised(plan: LayerPlan) -> tuple[int, ...]:
     if (plan.decode == "interval") != (plan.low is not None):
         raise ValueError(f"expected low= with decode='interval' and only then, got {plan}")
     if plan.budget is None:
-        return int(UNLIMITED), int(UNLIMITED), int(UNLIMITED), 0, 0
+        keep = int(UNLIMITED) if plan.prefill is None else plan.prefill
+        return int(UNLIMITED), keep, int(UNLIMITED), 0, 0
     keep = plan.budget if plan.prefill is None else plan.prefill
     low = plan.budget if plan.low is None else plan.low
     if not 1 <= min(keep, low) <= max(keep, low) <= plan.budget:

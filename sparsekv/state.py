@@ -8,6 +8,7 @@ is its index among the real tokens of its row, so that padding, wherever it stan
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,6 +44,8 @@ class SparseState:
 
     Attributes:
         deferred: whether the forward that runs leaves eviction to a later one.
+        pruning: what the prompt leaves in each layer under a policy that prunes, see
+            `sparsekv.pruning`.
         passed: whether the extra passes of the policy have run over the prompt.
         tokens: int [B] real tokens of each row so far.
         gaps: (before, pads) of each forward with padding: row b had pads[b] columns of padding
@@ -107,6 +110,7 @@ class SparseState:
         self.steady: dict[torch.device, RowTensors] | None = None
         self.held_steps = 0
         self.deferred = self.capturing = self.passed = False
+        self.pruning: Any = None
         self._stores: dict[int, tuple[PagedKVCache, int]] = {}
         self._parts: list[Part] = []
         self._start = -1
@@ -159,6 +163,8 @@ class SparseState:
             raise ValueError(f"expected a batch of {len(self.tokens)} rows, got {batch}")
         if self.seen[layer] != self._start:
             self._plan_forward(layer, q, k, mask)
+        elif self.policy.prunes and self._parts[0].kind == "prefill":
+            tokens = self._parts[0].tokens  # later layers see fewer
         elif tokens != sum(part.tokens for part in self._parts):
             raise ValueError("expected the layers of one forward to see the same tokens")
         if layer not in self._stores:

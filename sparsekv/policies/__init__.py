@@ -24,6 +24,7 @@ from sparsekv.policies.keydiff import KeyDiff
 from sparsekv.policies.kvzip import KVzip
 from sparsekv.policies.layersplit import LayerSplit
 from sparsekv.policies.pyramid import Pyramid
+from sparsekv.policies.pyramidinfer import PyramidInfer
 from sparsekv.policies.quest import Quest
 from sparsekv.policies.rkv import RKV
 from sparsekv.policies.scissorhands import Scissorhands
@@ -47,6 +48,7 @@ POLICIES: Mapping[str, type[Policy]] = MappingProxyType(
             RKV,
             Quest,
             KVzip,
+            PyramidInfer,
         )
     }
 )
@@ -78,6 +80,7 @@ __all__ = [
     "Phase",
     "Policy",
     "Pyramid",
+    "PyramidInfer",
     "Quest",
     "Scissorhands",
     "Selection",

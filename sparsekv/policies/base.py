@@ -164,6 +164,7 @@ class Policy(ABC):
     ragged: ClassVar[bool] = False  # select() gives heads counts that only the device knows
     rerotates_sinks: ClassVar[bool] = False  # cached tokens get contiguous positions
     selects_pages: ClassVar[bool] = False  # plans may say `select`: pages carry key bounds
+    prunes: ClassVar[bool] = False  # a layer of a prompt sees fewer tokens than the one before
     extra_passes: ClassVar[bool] = False  # the budget applies once they have run over a prompt
     note: ClassVar[str | None] = None  # what a report must say about its figures
     # What `generate` must not be asked for ("assisted", "beams"), and why.

@@ -16,6 +16,7 @@ from sparsekv.policies import (
     LayerSplit,
     Policy,
     Pyramid,
+    PyramidInfer,
     Quest,
     SnapKV,
     Stats,
@@ -23,7 +24,8 @@ from sparsekv.policies import (
     get_policy,
 )
 
-VARIANTS = [cls() for cls in POLICIES.values()] + [
+# PyramidInfer cannot meet any budget and drops tokens for all heads: tests/hf/test_pruning.py.
+VARIANTS = [cls() for cls in POLICIES.values() if cls is not PyramidInfer] + [
     Streaming(sinks=1, positions="cache"),
     H2O(heavy_fraction=1.0),
     SnapKV.kvpress(),
