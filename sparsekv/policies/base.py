@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -185,6 +185,10 @@ class Policy(ABC):
 
     def ready(self) -> None:  # noqa: B027  # most lack nothing
         """Raise ValueError, saying what to pass, if the policy lacks what it needs to run."""
+
+    def with_tokenizer(self, tokenizer: Any) -> Policy:
+        """The policy with this tokenizer, if it needs one and has none."""
+        return self
 
     @abstractmethod
     def plan(self, shape: ModelShape, tokens: int, budget: int) -> tuple[LayerPlan, ...]:

@@ -25,7 +25,7 @@ and drops ties, its softmax is in bf16.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
@@ -76,6 +76,9 @@ class KVzip(Policy):
             raise ValueError(
                 "expected a tokenizer for policy 'kvzip', got None: KVzip(tokenizer=tokenizer)"
             )
+
+    def with_tokenizer(self, tokenizer: Any) -> KVzip:
+        return self if self.tokenizer is not None else replace(self, tokenizer=tokenizer)
 
     def plan(self, shape: ModelShape, tokens: int, budget: int) -> tuple[LayerPlan, ...]:
         return (LayerPlan(None),) * shape.num_layers  # the budget applies after the passes
