@@ -104,13 +104,15 @@ def compress(
         raise ValueError(f"expected a cache under policy 'kvzip', got {state.policy.name!r}")
     rows = _rows(input_ids, attention_mask)
     _check_whole(state, rows)
-    kept = []
+    kept: dict[tuple[int, ...], dict[int, Tensor] | None] = {}
     for row, context in enumerate(rows):
+        if context in kept:  # beams and the like start as copies of one prompt
+            continue
         budget = resolve_budget(state.budget, len(context)) if context else 1
         whole = len(context) <= budget or not state.ordinal
-        kept.append(None if whole else _kept(model, state, row, context, budget))
-    if any(row is not None for row in kept):
-        drop_keys(state, kept)
+        kept[context] = None if whole else _kept(model, state, row, context, budget)
+    if any(stays is not None for stays in kept.values()):
+        drop_keys(state, [kept[context] for context in rows])
     state.passed, state.held_steps = True, 0
     return cache
 
@@ -139,7 +141,7 @@ def _kept(
     return dict(zip(layers, keep, strict=True))
 
 
-def _rows(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
+def _rows(input_ids: Tensor, attention_mask: Tensor | None) -> list[tuple[int, ...]]:
     """The real tokens of each row."""
     if attention_mask is not None and attention_mask.shape != input_ids.shape:
         raise ValueError(
@@ -148,15 +150,15 @@ def _rows(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
         )
     ids = input_ids.tolist()
     if attention_mask is None:
-        return ids
+        return [tuple(row) for row in ids]
     real = attention_mask.bool().tolist()
     return [
-        [i for i, is_real in zip(row, mask, strict=True) if is_real]
+        tuple(i for i, is_real in zip(row, mask, strict=True) if is_real)
         for row, mask in zip(ids, real, strict=True)
     ]
 
 
-def _check_whole(state: SparseState, rows: list[list[int]]) -> None:
+def _check_whole(state: SparseState, rows: list[tuple[int, ...]]) -> None:
     """Raise ValueError unless the cache holds just `rows`, whole."""
     lengths = [len(row) for row in rows]
     if lengths != state.tokens.tolist() or state.recording:

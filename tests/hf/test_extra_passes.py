@@ -230,6 +230,18 @@ def test_what_cannot_be_repeated_is_refused(model):
         sparsekv.compress(model, sparsekv.new_cache(model), ids)
 
 
+def test_rows_that_are_copies_are_asked_once(model):
+    sparsekv.patch(model, policy(), 10)
+    calls = []
+    hook = model.model.register_forward_pre_hook(lambda *args: calls.append(1))
+    alone = greedy(model, prompt(50), 1)
+    once = len(calls)
+    copies = greedy(model, torch.cat([prompt(50)] * 3), 1)
+    hook.remove()
+    assert len(calls) == 2 * once
+    assert all(kept(copies.cache, i) == kept(alone.cache) for i in range(3))
+
+
 def test_beams_and_unpatch(model):
     ids = prompt(50)
     plain = {"max_new_tokens": 6, "num_beams": 2, "do_sample": False}
