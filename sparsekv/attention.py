@@ -6,13 +6,10 @@ prefill and chunk (`prompt.py`), decode (`decoding.py`).
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
-
-import torch
 from torch import Tensor
 
 from sparsekv.decoding import decode
+from sparsekv.device import device_of
 from sparsekv.headwise import Scores
 from sparsekv.prompt import chunk, prefill
 from sparsekv.pruning import attend_pruned
@@ -38,7 +35,7 @@ def attend(
     """
     first = state.seen[layer]
     parts = state.begin(layer, q, k, mask)
-    with _device_of(q):
+    with device_of(q):
         if state.policy.prunes:
             return attend_pruned(state, layer, parts[0], q, k, v, scores)
         outs = []
@@ -72,11 +69,6 @@ def rollback(state: SparseState, tokens: int) -> None:
             )
         for layer, log in state.rewind(tokens).items():
             for part, q, k, v, scores in log:
-                with _device_of(q):
+                with device_of(q):
                     decode(state, layer, part, q, k, v, scores)
     state.settle()
-
-
-def _device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """Triton launches on the current device, which need not be the one of this layer."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

@@ -1,4 +1,4 @@
-"""The `sparsekv` command: generate, policies, demo, bench.
+"""The `sparsekv` command: generate, policies, show-kept, demo, bench.
 
 Text goes to stdout; progress and figures go to stderr. A user's mistake is one line,
 `error: expected X, got Y`, and exit code 2.
@@ -20,11 +20,14 @@ from rich.table import Table
 from transformers.utils import logging
 
 import sparsekv
-from sparsekv import models
+from sparsekv import models, show_kept
 from sparsekv.bench.cli import register as register_bench
+from sparsekv.catalogue import markdown as policies_markdown
+from sparsekv.demo import prompt as demo_prompt
 from sparsekv.demo import run_demo
 from sparsekv.generation import Run, encode, generate_shown
 from sparsekv.kernels._quant import check_kv_dtype
+from sparsekv.plotting import pyplot
 from sparsekv.policies import get_policy, resolve_budget
 from sparsekv.progress import spinning
 
@@ -208,15 +211,52 @@ def _show(sparse: Run, dense: Run | None, policy: str) -> None:
             print(f"{seconds} {len(run.tokens) - 1} more {rate}", file=sys.stderr)
 
 
-@APP.command(epilog="Example:\n\nsparsekv policies")
-def policies() -> None:
+@APP.command(epilog="Examples:\n\nsparsekv policies\n\nsparsekv policies --markdown")
+def policies(
+    as_markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print docs/policies.md: everything about each.")
+    ] = False,
+) -> None:
     """List the policies: what each keeps, its hyper-parameters with defaults, its paper."""
+    if as_markdown:
+        print(policies_markdown(), end="")
+        return
     table = Table("policy", "keeps", "hyper-parameters", "paper", show_lines=True)
     for name, policy in sparsekv.POLICIES.items():
         values = get_policy(name)
         fields = (f"{f.name}={getattr(values, f.name)}" for f in dataclasses.fields(policy))
         table.add_row(name, policy.keeps, "\n".join(fields), policy.paper)
     Console().print(table)
+
+
+@APP.command(
+    "show-kept",
+    epilog="Examples:\n\nsparsekv show-kept --policy snapkv --budget 512 --out kept.png\n\n"
+    "sparsekv show-kept --policy h2o --model ./Qwen3-8B --prompt report.txt --heads",
+)
+@user_errors
+def show_kept_command(
+    policy: Policy = "pyramid",
+    budget: Budget = "512",
+    model: Model = None,
+    prompt: Annotated[
+        Path | None, typer.Option(help="A UTF-8 text file; without it, the text of the demo.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The PNG to write.")] = Path("kept.png"),
+    heads: Annotated[bool, typer.Option("--heads", help="A row a KV head, not a layer.")] = False,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """Draw which tokens of a prompt a policy keeps, layer by layer."""
+    chosen, size = get_policy(policy), parse_budget(budget)
+    text = demo_prompt() if prompt is None else _read_prompt(None, prompt)
+    pyplot("the picture")  # before the model is loaded
+    if not out.parent.is_dir():
+        raise ValueError(f"expected --out in a folder that exists, got {str(out)!r}")
+    with spinning("loading the model"):
+        network, tokenizer = models.load(model, device, dtype)
+    ids = encode(tokenizer, text, chat=False)
+    print(show_kept.show_kept(network, tokenizer, ids, chosen, size, out, by_head=heads))
 
 
 @APP.command(epilog="Examples:\n\nsparsekv demo\n\nsparsekv demo --policy snapkv --budget 256")

@@ -9,6 +9,8 @@ from sparsekv.headwise import Scores
 from sparsekv.interval import note_step
 from sparsekv.kernels.decode import paged_decode_attention
 from sparsekv.kernels.evict import Action, evict_slot
+from sparsekv.kernels.perturb import perturbed_row
+from sparsekv.policies.base import Need
 from sparsekv.selecting import attended_pages, note_keys
 from sparsekv.sinks import shift_sinks
 from sparsekv.state import SparseState
@@ -34,21 +36,45 @@ def decode(
     shift_sinks(state, layer, part)
     ordinal = state.ordinal.get(layer)
     need = None if ordinal is None or compresses else state.policy.needs(ordinal, "decode")
-    group = None if need is None else ("mean" if need.group == "layer_mean" else need.group)
     table, lens = attended_pages(state, layer, q[:, :, 0])
     out, _, probs = paged_decode_attention(
         q[:, :, 0], pool.k_pages, pool.v_pages, table, lens,
         softmax_scale=scores.softmax_scale, softcap=scores.softcap, sinks=scores.sinks,
         window=spec.window, positions=pool.positions if spec.window else None,
-        q_positions=part.on(q.device).before if spec.window else None, probs=group,
+        q_positions=part.on(q.device).before if spec.window else None, probs=_reduction(need),
         k_scales=pool.k_scales, v_scales=pool.v_scales,
     )  # fmt: skip
-    if need is not None and need.group == "layer_mean" and probs is not None:
-        probs = probs.mean(1, keepdim=True).expand_as(probs)
+    if need is not None and probs is not None:
+        probs = _columns(state, layer, part, need, probs)
     _settle_token(state, layer, part, probs)
     if compresses:
         note_step(state, layer, part, q)
     return out[:, None]
+
+
+def _reduction(need: Need | None) -> str | None:
+    """What the attention kernel hands out of a step's probabilities."""
+    if need is None:
+        return None
+    if need.noise is not None:  # a softmax of its own, from those of each query head
+        return "none"
+    return "mean" if need.group == "layer_mean" else need.group
+
+
+def _columns(state: SparseState, layer: int, part: Part, need: Need, probs: Tensor) -> Tensor:
+    """The statistic of one query, fp32 [B, HK, >= S] by slot."""
+    if need.group == "layer_mean":
+        return probs.mean(1, keepdim=True).expand_as(probs)
+    if need.noise is None:
+        return probs
+    store, local = state.store(layer)
+    noise = need.noise
+    return perturbed_row(
+        probs, store.view(local, "positions"), store.seqlens[local],
+        part.on(probs.device).before, state.prompt_lengths_on(probs.device),
+        seed=noise.seed, layer=state.ordinal[layer], tau_start=noise.tau_start,
+        tau_end=noise.tau_end, tau_steps=noise.tau_steps, noise=noise.kind, group=need.group,
+    )  # fmt: skip
 
 
 def _append_token(state: SparseState, layer: int, part: Part, k: Tensor, v: Tensor) -> None:

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from sparsekv.cache.pages import upload
 from sparsekv.headwise import Keys, Queries, Scores
+from sparsekv.kernels.projected_norm import projected_norm
+from sparsekv.kernels.similarity import key_similarity
 from sparsekv.policies.features import (
     ExpectedProbability,
     Feature,
@@ -123,23 +125,14 @@ def _key_anchor(feature: KeyAnchor, source: Source) -> Tensor:
 
 
 def _projected_value_norm(feature: ProjectedValueNorm, source: Source) -> Tensor:
-    from sparsekv.kernels.projected_norm import projected_norm
-
-    return source.first_column(projected_norm(source.keys.v, source.projection()))
+    v = source.keys.v
+    return source.first_column(projected_norm(v, source.projection().to(v.dtype)))
 
 
 def _key_similarity(feature: KeySimilarity, source: Source) -> Tensor:
-    from sparsekv.kernels.similarity import key_similarity
-
-    k, held = source.keys.k, source.keys.held
-    if not source.pads.any():
-        return key_similarity(k, held, feature.threshold)
-    out = k.new_zeros(k.shape[:3], dtype=torch.float32)
-    for row, pad in enumerate(source.pads.tolist()):
-        own = slice(row, row + 1)
-        tokens = k[own, :, pad:]
-        out[own, :, : tokens.shape[2]] = key_similarity(tokens, held[own], feature.threshold)
-    return out
+    keys = source.keys
+    offsets = upload(source.pads.astype(np.int32), keys.k.device) if source.pads.any() else None
+    return key_similarity(keys.k, keys.held.contiguous(), feature.threshold, offsets=offsets)
 
 
 def _expected_probability(feature: ExpectedProbability, source: Source) -> Tensor:

@@ -6,16 +6,14 @@ kernels with G query heads and one KV head, and visibility is decided by positio
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from sparsekv.kernels.column_scores import column_scores
 from sparsekv.kernels.prefill import prefill_attention
 from sparsekv.policies.base import Need
-
-_HAIR = 2.0**-16  # of a logarithm: some roundings of fp32
+from sparsekv.statistics import statistic
 
 
 @dataclass(frozen=True)
@@ -65,36 +63,36 @@ def headwise_attention(
 
 
 def headwise_columns(
-    queries: Queries, keys: Keys, lse: Tensor, need: Need, scores: Scores, window: int | None
+    queries: Queries,
+    keys: Keys,
+    lse: Tensor,
+    need: Need,
+    scores: Scores,
+    window: int | None,
+    layer: int,
 ) -> Tensor:
-    """The statistic `need` over all given queries, fp32 [B, HK, S]. lse fp32 [B, HQ, T].
+    """The statistic `need` over the given queries, fp32 [B, HK, S]. lse fp32 [B, HQ, T].
 
-    "count" wants keys in ascending position, and what is not held beyond them.
+    layer: of the noise. "count" wants keys in ascending position, what is not held beyond them.
     """
     batch, heads, slots, _ = keys.k.shape
     flat, lengths, geometry = _sequences(queries, keys, scores, window)
     flat_lse = lse.unflatten(1, (heads, -1)).permute(2, 0, 1, 3).flatten(1).contiguous()
-    group = "mean" if need.group == "layer_mean" else need.group
-    threshold = None
-    if need.statistic == "count":
+
+    def seen() -> Tensor:
         at = queries.positions[:, None].expand(-1, heads, -1).contiguous()
-        seen = torch.searchsorted(keys.positions.contiguous(), at, right=True)
-        threshold = uniform_share(torch.minimum(seen, keys.held[..., None])).flatten()
-    columns = column_scores(
-        flat, _flat_keys(keys)[0], flat_lse, *lengths,
-        statistic=need.statistic, group=group, log_threshold=threshold, **geometry,
+        found = torch.searchsorted(keys.positions.contiguous(), at, right=True)
+        return torch.minimum(found, keys.held[..., None])
+
+    own = replace(need, group="mean") if need.group == "layer_mean" else need
+    sequence = torch.arange(batch * heads, dtype=torch.int32, device=flat.device)
+    columns = statistic(
+        own, flat, _flat_keys(keys)[0], flat_lse, lengths, seen, layer, geometry,
+        first_heads=sequence % heads * flat.shape[1],
     ).view(batch, heads, slots)  # fmt: skip
     if need.group == "layer_mean":
         columns = columns.mean(1, keepdim=True).expand(-1, heads, -1)
     return columns
-
-
-def uniform_share(seen: Tensor) -> Tensor:
-    """log(1 / t), fp32, the mean probability of a query that sees `seen` = t keys (0 counts as 1).
-
-    Less a hair: a key with just the mean is not below it, whichever way fp32 rounds.
-    """
-    return -seen.clamp_min(1).float().log() - _HAIR
 
 
 def _flat_keys(keys: Keys) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -34,10 +34,13 @@ class HeldKeys:
         keys = Keys(*store.gather(local, order), ordered[..., :width], store.seqlens[local])
         return cls(keys, order)
 
-    def columns(self, queries: Queries, need: Need, scores: Scores, window: int | None) -> Tensor:
+    def columns(
+        self, queries: Queries, need: Need, scores: Scores, window: int | None, layer: int
+    ) -> Tensor:
         """The statistic `need` over queries that need not be those of the last attention."""
         lse = headwise_attention(queries, self.keys, scores, window)[1]
-        return headwise_columns(queries, self.keys, lse, need, scores, window)
+        every = replace(need, rows=None)
+        return headwise_columns(queries, self.keys, lse, every, scores, window, layer)
 
 
 def drop(store: PagedKVCache, local: int, order: Tensor, kept: Kept, trim: bool = True) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from sparsekv.cache.pages import upload
+from sparsekv.device import device_of
 from sparsekv.features import Source, compute
 from sparsekv.headwise import Queries
 from sparsekv.held import HeldKeys, drop
@@ -39,7 +40,8 @@ def compress_due(state: SparseState) -> None:
     """Compress every layer that the last step, which the device ran alone, has left over budget."""
     for layer in state.ordinal:
         if is_due(state, layer):
-            compress(state, layer, state.tokens)
+            with device_of(state.rings[layer].q):
+                compress(state, layer, state.tokens)
 
 
 def is_due(state: SparseState, layer: int) -> bool:
@@ -56,7 +58,7 @@ def compress(state: SparseState, layer: int, seen: np.ndarray) -> None:
 
     seen: int [B] real tokens of each row so far.
     """
-    store, local = state.store(layer)
+    (store, local), own = state.store(layer), state.ordinal[layer]
     if not state.steady:  # it writes slots that a fork may share
         store.ensure(np.array([local]), np.zeros_like(store.lens[:1]), np.array([True]))
     held, ring = HeldKeys.of(store, local), state.rings[layer]
@@ -66,7 +68,7 @@ def compress(state: SparseState, layer: int, seen: np.ndarray) -> None:
         return ring.read(newest, rows)
 
     def columns_of(need: Need) -> Tensor:
-        return held.columns(last(need.rows or ring.rows), need, ring.scores, None)
+        return held.columns(last(need.rows or ring.rows), need, ring.scores, None, own)
 
     source = Source(
         held.keys, np.zeros_like(seen), ring.scores, last, _no_moments,

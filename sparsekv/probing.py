@@ -8,7 +8,6 @@ the best keys of all layers and heads stay, and the pages of the others are give
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sparsekv.cache.pages import upload
+from sparsekv.device import device_of
 from sparsekv.headwise import Keys, Queries, Scores, headwise_attention
 from sparsekv.kernels.column_scores import column_scores
 from sparsekv.kernels.prefill import prefill_attention
@@ -131,11 +131,6 @@ def keep_best(scores: Tensor, budget: int, sinks: int, uniform: bool) -> Tensor:
     return keep.view(tokens, layers * heads).T.flip(0).view_as(scores)
 
 
-def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current device, which need not be this one."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
 def drop_keys(state: SparseState, keep: Sequence[Mapping[int, Tensor] | None]) -> None:
     """Drop cached tokens and give their memory back.
 
@@ -148,7 +143,7 @@ def drop_keys(state: SparseState, keep: Sequence[Mapping[int, Tensor] | None]) -
         for row, kept in enumerate(keep):
             if kept is not None:
                 marks[row, :, : kept[layer].shape[-1]] = kept[layer].to(marks.device)
-        with on_device(marks.device):
+        with device_of(marks):
             store.compact(local, marks, None)
         store.trim(local)
     for store in state.stores:

@@ -15,16 +15,8 @@ from torch import Tensor
 
 from sparsekv.cache.paged import PagedKVCache
 from sparsekv.features import Source, compute
-from sparsekv.headwise import (
-    Keys,
-    Queries,
-    Scores,
-    headwise_attention,
-    headwise_columns,
-    uniform_share,
-)
+from sparsekv.headwise import Keys, Queries, Scores, headwise_attention, headwise_columns
 from sparsekv.held import HeldKeys, drop
-from sparsekv.kernels.column_scores import column_scores
 from sparsekv.kernels.prefill import prefill_attention
 from sparsekv.moments import PromptMoments
 from sparsekv.policies.base import Need
@@ -34,6 +26,7 @@ from sparsekv.selecting import note_keys
 from sparsekv.selection import Candidates, Kept, choose
 from sparsekv.sinks import shift_sinks
 from sparsekv.state import SparseState
+from sparsekv.statistics import statistic
 from sparsekv.step import Part
 
 Remembered = tuple[Tensor, Tensor] | None  # queries and their positions
@@ -57,11 +50,10 @@ def prefill(
     out, lse = prefill_attention(flat_q, flat_k, flat_v, *lengths, sinks=scores.sinks, **geometry)
 
     def columns_of(need: Need) -> Tensor:
-        seen = _positions(part, q.device) + 1 if need.statistic == "count" else None
-        return column_scores(
-            flat_q, flat_k, lse, *lengths,
-            rows=need.rows, statistic=need.statistic, group=need.group,
-            log_threshold=None if seen is None else uniform_share(seen).flatten(), **geometry,
+        own = state.ordinal[layer]
+        return statistic(
+            need, flat_q, flat_k, lse, lengths, lambda: _positions(part, q.device) + 1, own,
+            geometry,
         ).expand(-1, heads, -1)  # fmt: skip
 
     def fresh() -> Candidates:
@@ -110,9 +102,10 @@ def chunk(
     asked = _Asked(state, layer, part, queries, held.keys, scores, np.zeros_like(part.lengths))
 
     def columns_of(need: Need) -> Tensor:
+        own = state.ordinal[layer]
         if need.rows is None:
-            return headwise_columns(queries, held.keys, lse, need, scores, window)
-        return held.columns(asked.last(need.rows), need, scores, window)
+            return headwise_columns(queries, held.keys, lse, need, scores, window, own)
+        return held.columns(asked.last(need.rows), need, scores, window, own)
 
     slot_scores = None
     if state.policy.stateful and layer in state.ordinal:
@@ -144,8 +137,12 @@ def _queries(q: Tensor, part: Part) -> Queries:
 def _positions(part: Part, device: torch.device) -> Tensor:
     """Positions of the tokens of a part, int32 [B, T]; padding sits at -1."""
     rows = part.on(device)
-    rank = torch.arange(part.tokens, dtype=torch.int32, device=device) - rows.pad[:, None]
-    return torch.where(rank >= 0, rank + rows.before[:, None], -1)
+
+    def positions() -> Tensor:
+        rank = torch.arange(part.tokens, dtype=torch.int32, device=device) - rows.pad[:, None]
+        return torch.where(rank >= 0, rank + rows.before[:, None], -1)
+
+    return part.once(("positions", device), positions)
 
 
 def _remembered(state: SparseState, layer: int, part: Part) -> Remembered:
@@ -176,7 +173,7 @@ class _Asked:
         self.state, self.layer, self.queries = state, layer, queries
         self.part, self.remembered = part, _remembered(state, layer, part)
         rows, before = part.on(queries.q.device), state.moments.pop(layer, {})
-        seen = rows.before + rows.used
+        seen = part.once(("seen", queries.q.device), lambda: rows.before + rows.used)
         self.moments = PromptMoments(queries, seen, before, state.parts.rotary)
         self.source = Source(
             keys, pads, scores, self.last, self.moments.ahead,

@@ -60,7 +60,8 @@ def rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [..., D] with dims i and i + R/2 turned by the angles of cos, sin [..., R/2]; fp32."""
     half = cos.shape[-1]
     left, right = x[..., :half], x[..., half : 2 * half]
-    out = x.to(torch.float32, copy=True)  # written in place: one temporary of half the size
+    # Written in place: beside it only a temporary of half its size.
+    out = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     torch.mul(left, cos, out=out[..., :half]).sub_(right * sin)
     torch.mul(right, cos, out=out[..., half : 2 * half]).add_(left * sin)
     return out

@@ -88,7 +88,7 @@ def choose(
         old = torch.zeros_like(columns) if slot_scores is None else slot_scores
         slot_scores = policy.observe(ordinal, phase, old, columns, keys.positions).float()
     if not drop:
-        return Kept(_newest(keys, keys.held), host, slot_scores, True)
+        return Kept(_newest(keys, keys.held), keys.host, slot_scores, True)
     keep = keys.counts(host)
     if ordinal is None:  # a sliding layer: the newest window - 1
         return Kept(_newest(keys, keep), host, slot_scores, False)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sparsekv.cache.paged import PagedKVCache, Snapshot
-from sparsekv.cache.pages import PagePool
+from sparsekv.cache.pages import PagePool, upload
 from sparsekv.headwise import Scores
 from sparsekv.kernels._quant import check_kv_dtype
 from sparsekv.moments import QueryMoments
@@ -48,6 +48,7 @@ class SparseState:
             `sparsekv.pruning`.
         passed: whether the extra passes of the policy have run over the prompt.
         tokens: int [B] real tokens of each row so far.
+        prompt_lengths: int [B] what `tokens` was when the last prompt ended.
         gaps: (before, pads) of each forward with padding: row b had pads[b] columns of padding
             before its token at position before[b].
         rings: the last queries of layers that compress between decode steps, see `sparsekv.ring`.
@@ -98,6 +99,8 @@ class SparseState:
         self.tokens = np.zeros(0, dtype=np.int64)
         self.gaps: list[tuple[np.ndarray, np.ndarray]] = []
         self.limits: Limits | None = None
+        self.prompt_lengths = self.tokens
+        self._prompt_lengths: dict[torch.device, Tensor] = {}
         self.queries: dict[int, tuple[Tensor, Tensor]] = {}
         self.moments: dict[int, dict[tuple, QueryMoments]] = {}
         self.true_sinks: dict[int, Tensor] = {}
@@ -195,6 +198,7 @@ class SparseState:
         self._expect_passes(parts)
         if parts[0].kind != "decode":
             self.held_steps = 0
+            self.prompt_lengths, self._prompt_lengths = parts[0].seen, {}
             shape = ModelShape(len(self.ordinal), q.shape[1], k.shape[1], head_dim)
             self.deferred = self.defer_eviction and start + tokens < self.chunked_until
             policy = Full() if self.deferred else self.policy
@@ -285,6 +289,12 @@ class SparseState:
             grows = room | (self.limit_modes[members] != "replace")[:, None, None]
             store.ensure(np.arange(len(members)), grows.astype(np.int32), self.rewrites[members])
 
+    def prompt_lengths_on(self, device: torch.device) -> Tensor:
+        """int32 [B] tokens of each row when its last prompt ended, on `device`."""
+        if device not in self._prompt_lengths:
+            self._prompt_lengths[device] = upload(self.prompt_lengths.astype(np.int32), device)
+        return self._prompt_lengths[device]
+
     @property
     def limit_modes(self) -> np.ndarray:
         """str [L]: the decode mode of every layer, see `LayerPlan`."""
@@ -318,6 +328,7 @@ class SparseState:
         for store in self.stores:
             store.select_rows(rows)
         self.tokens = self.tokens[rows]
+        self.prompt_lengths, self._prompt_lengths = self.prompt_lengths[rows], {}
         self.gaps = [(before[rows], pads[rows]) for before, pads in self.gaps]
         self.limits = self.limits.select_rows(rows) if self.limits else None
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+pytest.register_assert_rewrite("zoo")
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     # Read when triton (and every @jit function) is first imported, so it must be set here.

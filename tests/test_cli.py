@@ -139,7 +139,7 @@ def test_usage_errors_are_one_line(
     assert errors.startswith("error: ") and errors.count("\n") == 1 and "--bugdet" in errors
 
 
-@pytest.mark.parametrize("command", [[], ["generate"], ["policies"], ["demo"]])
+@pytest.mark.parametrize("command", [[], ["generate"], ["policies"], ["show-kept"], ["demo"]])
 def test_help_has_an_example(command: list[str]) -> None:
     for option in ("-h", "--help"):
         result = call(*command, option)

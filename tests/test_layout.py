@@ -18,7 +18,7 @@ PACKAGE = ROOT / "sparsekv"
 FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 KERNELS = [f for f in FILES if f.startswith("kernels/") and f.count("/") == 1 and "/_" not in f]
 POLICIES = [f for f in FILES if f.startswith("policies/") and "/_" not in f]
-POLICY_HELPERS = ("base", "budgets", "features", "noise")
+POLICY_HELPERS = ("base", "budgets", "features", "noise", "wrapper")
 POLICIES = [f for f in POLICIES if Path(f).stem not in POLICY_HELPERS]
 
 MAX_FILE, MAX_FUNCTION, MAX_KERNEL = 400, 40, 120

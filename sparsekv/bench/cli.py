@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 
 SELECTIONS = {
     "all": "Every group. What `sparsekv bench` means without a name.",
-    "kernels": "Every kernel: decode, prefill and cache.",
+    "kernels": "Every kernel: decode, prefill, cache and statistics.",
     "decode": "Paged decode attention, with and without probabilities, kept parts.",
     "prefill": "Prefill attention with its log-sum-exp, window scores, scores of all rows.",
     "cache": "Append, compact, top-k.",
+    "statistics": "What some policies score with: noisy sums, projected values, near-duplicates.",
     "generate": "Time to the first token and a token of `generate`, every policy.",
     "memory": "KV memory after prefill, peak, longest prompt in 24 GiB.",
 }

@@ -9,8 +9,9 @@ from typing import Any
 from sparsekv.bench.memory_cases import BY_LENGTH
 from sparsekv.bench.policy_cases import BY_CONTEXT
 from sparsekv.bench.results import Results, Row
+from sparsekv.plotting import pyplot
 
-_KERNEL_GROUPS = ("prefill", "decode", "cache")
+_KERNEL_GROUPS = ("prefill", "decode", "cache", "statistics")
 # (what of the rows, which figure of them, axis, file)
 _CURVES = (
     (BY_CONTEXT, "value", "ms a token, B=1", "token_time.png"),
@@ -25,24 +26,11 @@ def draw(results: Results, out: Path) -> list[Path]:
 
     Raises ValueError if matplotlib is not installed.
     """
-    plt = _pyplot()
+    plt = pyplot("the plots")
     drawn = [_bars(plt, results, group, out) for group in _KERNEL_GROUPS]
     for what, key, label, name in _CURVES:
         drawn.append(_lines(plt, _points(results.rows, what, key), label, out / name))
     return [path for path in drawn if path is not None]
-
-
-def _pyplot() -> Any:
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ValueError(
-            f"expected matplotlib for the plots (pip install 'sparsekv[plot]'), got {error}"
-        ) from error
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    return plt
 
 
 def _bars(plt: Any, results: Results, group: str, out: Path) -> Path | None:

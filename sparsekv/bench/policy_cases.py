@@ -16,8 +16,8 @@ from sparsekv.hf.compat import output_cache
 BY_CONTEXT = "time a token by context"
 _CONTEXTS, _TINY_CONTEXTS = (4000, 8000, 16000, 32000), (48, 96)
 _BUDGET, _TINY_BUDGET = 2048, 24
-# What a name and a budget do not set up: a tokenizer; a budget above the tail of the prompt.
-_NEED_MORE = ("kvzip", "pyramidinfer")
+# Its tail alone is a fifth of the prompt, whatever the budget.
+_OWN_BUDGET = "pyramidinfer"
 _MARKS, _TINY_MARKS = (1, 17, 49), (1, 3, 5)
 
 
@@ -26,12 +26,17 @@ def policy_cases(tiny: bool) -> list[Case]:
     contexts = _TINY_CONTEXTS if tiny else _CONTEXTS
     return [
         *(_context(tiny, tokens) for tokens in contexts),
-        *(
-            _policy(tiny, name, contexts[-1])
-            for name in sparsekv.POLICIES
-            if name not in _NEED_MORE
-        ),
+        *(_policy(tiny, name, contexts[-1]) for name in sparsekv.POLICIES if _has_default(name)),
     ]
+
+
+def _has_default(name: str) -> bool:
+    """Whether a policy runs by its name and our budget, without gates, a tokenizer or the like."""
+    try:
+        sparsekv.POLICIES[name]().ready()
+    except ValueError:
+        return False
+    return name != _OWN_BUDGET
 
 
 def _budget(tiny: bool) -> int:

@@ -11,12 +11,14 @@ from sparsekv.bench.generate_cases import generate_cases
 from sparsekv.bench.memory_cases import longest_cases, memory_cases
 from sparsekv.bench.policy_cases import policy_cases
 from sparsekv.bench.prefill_cases import prefill_cases
+from sparsekv.bench.statistic_cases import statistic_cases
 
 # Groups come in pieces: the targets first, long runs that only describe last.
 MAKERS = (
     ("decode", decode_cases),
     ("prefill", prefill_cases),
     ("cache", cache_cases),
+    ("statistics", statistic_cases),
     ("generate", generate_cases),
     ("memory", memory_cases),
     ("generate", policy_cases),
@@ -26,7 +28,7 @@ GROUPS = tuple(dict.fromkeys(group for group, _ in MAKERS))
 # What the command line offers: the groups, and names for several of them.
 SELECTIONS: dict[str, tuple[str, ...]] = {
     "all": GROUPS,
-    "kernels": ("decode", "prefill", "cache"),
+    "kernels": ("decode", "prefill", "cache", "statistics"),
     **{group: (group,) for group in GROUPS},
 }
 

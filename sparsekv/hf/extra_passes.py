@@ -14,12 +14,13 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
+from sparsekv.device import device_of
 from sparsekv.headwise import Scores
 from sparsekv.hf.attention import KEY_MARK, OWN_CACHE
 from sparsekv.hf.cache import SparseCache
 from sparsekv.hf.compat import cache_key
 from sparsekv.policies import KVzip, resolve_budget
-from sparsekv.probing import Probe, drop_keys, keep_best, on_device
+from sparsekv.probing import Probe, drop_keys, keep_best
 from sparsekv.state import SparseState
 
 
@@ -55,7 +56,7 @@ class ProbeLayer(CacheLayerMixin):
         window: int | None,
     ) -> Tensor:
         """See `sparsekv.probing.Probe.attend`."""
-        with on_device(q.device):
+        with device_of(q):
             return self.probe.attend(self.layer, q, k, v, scores)
 
     def get_seq_length(self) -> int:
@@ -136,7 +137,7 @@ def _kept(
             **{cache_key(base): ProbeCache(probe)},
         )  # fmt: skip
     scores = torch.stack([x.to(found[layers[0]].device) for x in found.values()])
-    with on_device(scores.device):
+    with device_of(scores):
         keep = keep_best(scores, budget, policy.sinks, policy.uniform)
     return dict(zip(layers, keep, strict=True))
 

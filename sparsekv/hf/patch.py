@@ -129,8 +129,8 @@ def _check_policy(model: PreTrainedModel, policy: Policy, defer_eviction: bool) 
         )
     if policy.tensor_parallel == "refused" and tp_size(model) > 1:
         raise ValueError(
-            f"expected a model on one device for policy {policy.name!r}, whose heads of a layer "
-            f"decide together, got one sharded over {tp_size(model)} tensor-parallel ranks"
+            f"expected a model on one device for policy {policy.name!r}, which has to know all "
+            f"heads of a layer, got one sharded over {tp_size(model)} tensor-parallel ranks"
         )
     if policy.prunes:
         decoder_layers(model)
@@ -194,6 +194,11 @@ def new_cache(model: PreTrainedModel) -> SparseCache:
         page_size=record.page_size, sink_shift=record.sink_shift, kv_dtype=record.kv_dtype,
         defer_eviction=record.defer_eviction, parts=model_parts(model, record.policy),
     )  # fmt: skip
+
+
+def is_patched(model: PreTrainedModel) -> bool:
+    """Whether `model` carries a policy."""
+    return _RECORD in model.__dict__
 
 
 def _record(model: PreTrainedModel) -> Patch:

@@ -166,7 +166,14 @@ def perturbed_row_reference(
     held = torch.arange(slots, device=probs.device) < seqlens[..., None]
     logits = (logits / tau[:, None, None, None]).masked_fill(~held[:, :, None], -torch.inf)
     p = torch.softmax(logits, -1).nan_to_num(0.0)  # NaN: attends nothing
-    return {"max": p.amax, "mean": p.mean, "sum": p.sum}[group](2)
+    return reduce_group(p, group)
+
+
+def reduce_group(x: Tensor, group: str) -> Tensor:
+    """[.., .., G, S] -> [.., .., S]."""
+    if group == "max":
+        return x.amax(2)
+    return x.mean(2) if group == "mean" else x.sum(2)
 
 
 def perturbed_row(

@@ -44,6 +44,7 @@ from ._perturb_row import (
     perturbed_row,
     perturbed_row_reference,
     perturbed_row_triton,
+    reduce_group,
     row_signatures,
 )
 from ._prefill_parts import zones
@@ -299,7 +300,7 @@ def perturbed_columns_reference(
             scores[n, :, :, sk.start - span_k[0] : sk.stop - span_k[0]] += p.sum(2)
     if group == "layer_mean":
         return scores.flatten(1, 2).mean(1, keepdim=True)
-    return {"max": scores.amax, "mean": scores.mean, "sum": scores.sum}[group](2)
+    return reduce_group(scores, group)
 
 
 def _positions(mask: Mask, span_q, span_k, sq: slice, sk: slice, device) -> tuple[Tensor, Tensor]:

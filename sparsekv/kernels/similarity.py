@@ -189,9 +189,10 @@ def key_similarity(
 
 
 def _inverse_norms(k: Tensor) -> Tensor:
-    """1 / |k| fp32 [B, HK, S], 0 for 0."""
-    norm = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32)
-    return torch.where(norm > 0, 1.0 / norm, 0.0)
+    """1 / |k| fp32 [B, HK, S], contiguous whatever k is; 0 for 0."""
+    wide = torch.float64 if k.dtype == torch.float64 else torch.float32
+    norm = torch.linalg.vector_norm(k, dim=-1, dtype=wide).float()
+    return torch.where(norm > 0, 1.0 / norm, 0.0).contiguous()
 
 
 def _similarity_to_all(k: Tensor, inverse: Tensor) -> Tensor:

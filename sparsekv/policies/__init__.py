@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from sparsekv.policies.adakv import AdaKV
 from sparsekv.policies.base import (
     Gumbel,
     HeadPlan,
@@ -18,14 +19,21 @@ from sparsekv.policies.base import (
     TopK,
 )
 from sparsekv.policies.budgets import resolve_budget
+from sparsekv.policies.chunked import Chunked
+from sparsekv.policies.criticalkv import CriticalKV
+from sparsekv.policies.duo import Duo
+from sparsekv.policies.expected import Expected
 from sparsekv.policies.full import Full
 from sparsekv.policies.h2o import H2O
 from sparsekv.policies.keydiff import KeyDiff
+from sparsekv.policies.keyformer import Keyformer
+from sparsekv.policies.knorm import Knorm
 from sparsekv.policies.kvzip import KVzip
 from sparsekv.policies.layersplit import LayerSplit
 from sparsekv.policies.pyramid import Pyramid
 from sparsekv.policies.pyramidinfer import PyramidInfer
 from sparsekv.policies.quest import Quest
+from sparsekv.policies.random import Random
 from sparsekv.policies.rkv import RKV
 from sparsekv.policies.scissorhands import Scissorhands
 from sparsekv.policies.snapkv import SnapKV
@@ -44,11 +52,19 @@ POLICIES: Mapping[str, type[Policy]] = MappingProxyType(
             LayerSplit,
             TOVA,
             Scissorhands,
+            Keyformer,
             KeyDiff,
             RKV,
             Quest,
             KVzip,
             PyramidInfer,
+            Duo,
+            AdaKV,
+            CriticalKV,
+            Chunked,
+            Expected,
+            Knorm,
+            Random,
         )
     }
 )
@@ -68,11 +84,18 @@ __all__ = [
     "POLICIES",
     "RKV",
     "TOVA",
+    "AdaKV",
+    "Chunked",
+    "CriticalKV",
+    "Duo",
+    "Expected",
     "Full",
     "Gumbel",
     "HeadPlan",
     "KVzip",
     "KeyDiff",
+    "Keyformer",
+    "Knorm",
     "LayerPlan",
     "LayerSplit",
     "ModelShape",
@@ -82,6 +105,7 @@ __all__ = [
     "Pyramid",
     "PyramidInfer",
     "Quest",
+    "Random",
     "Scissorhands",
     "Selection",
     "SnapKV",

@@ -1,4 +1,9 @@
-"""Full cache: nothing is evicted. The dense baseline to measure every other policy against."""
+"""Full cache: nothing is evicted.
+
+    kept = {0 .. t}
+
+The dense baseline to measure every other policy against.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from sparsekv.policies._facts import Facts
 from sparsekv.policies.base import LayerPlan, ModelShape, Policy, Stats
 
 
@@ -18,6 +24,13 @@ class Full(Policy):
     name: ClassVar[str] = "full"
     keeps: ClassVar[str] = "every token"
     paper: ClassVar[str] = "none (dense attention)"
+    facts: ClassVar[Facts] = Facts(
+        protects="everything",
+        budget="none: every head of every layer keeps all",
+        acts="never",
+        flops="none",
+        bytes="none",
+    )
 
     def plan(self, shape: ModelShape, tokens: int, budget: int) -> tuple[LayerPlan, ...]:
         return (LayerPlan(budget=None),) * shape.num_layers

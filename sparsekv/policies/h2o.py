@@ -23,6 +23,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
+from sparsekv.policies._facts import Facts
 from sparsekv.policies.base import LayerPlan, ModelShape, Need, Phase, Policy, Stats, one_of
 from sparsekv.policies.budgets import exact
 
@@ -37,6 +38,14 @@ class H2O(Policy):
     name: ClassVar[str] = "h2o"
     keeps: ClassVar[str] = "keys with the most attention so far and the newest tokens"
     paper: ClassVar[str] = "H2O, arXiv 2306.14048"
+    facts: ClassVar[Facts] = Facts(
+        protects="the newest C - heavy tokens",
+        budget="C a KV head, the same everywhere",
+        acts="after the prompt; then each step attends C + 1 keys and drops one",
+        flops="prompt: T^2 D HQ, the logits once more; step: none",
+        bytes="prompt: Q and K once more, 4 T HK written; step: 4 n HQ + 20 n HK for "
+        "probabilities, scores and positions",
+    )
     stateful: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -25,6 +25,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from sparsekv.policies._facts import Facts
 from sparsekv.policies.base import LayerPlan, ModelShape, Phase, Policy, Stats, positive
 from sparsekv.policies.features import Feature, KeyAnchor
 
@@ -40,6 +41,14 @@ class KeyDiff(Policy):
     name: ClassVar[str] = "keydiff"
     keeps: ClassVar[str] = "keys that point away from the average key"
     paper: ClassVar[str] = "KeyDiff, arXiv 2504.15364"
+    facts: ClassVar[Facts] = Facts(
+        protects="nothing",
+        budget="C a KV head, the same everywhere",
+        acts="after every `block` tokens of the prompt, inside each layer; then whenever "
+        "C + block tokens are held",
+        flops="4 n D HK for each cut",
+        bytes="K read twice for each cut, what is kept moved; step: none",
+    )
     signed: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

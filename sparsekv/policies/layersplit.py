@@ -21,6 +21,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
+from sparsekv.policies._facts import Facts
 from sparsekv.policies.base import (
     LayerPlan,
     ModelShape,
@@ -55,6 +56,14 @@ class LayerSplit(Policy):
     name: ClassVar[str] = "layersplit"
     keeps: ClassVar[str] = "everything in the first layers, the most attended keys in the others"
     paper: ClassVar[str] = "Novita Sparse 0.5.1 (write-up, no paper)"
+    facts: ClassVar[Facts] = Facts(
+        protects="`recent` newest tokens, by default min(window_rows, N // 4)",
+        budget="N a KV head in all layers but the first `full_layers`, which keep all",
+        acts="after the prompt; then each new token overwrites the lowest score before it attends",
+        flops="prompt: 2 window_rows T D HQ; step: none",
+        bytes="prompt: K once more, 4 T HK written; step: 4 n HQ + 24 n HK for probabilities, "
+        "scores and positions",
+    )
     stateful: ClassVar[bool] = True
 
     @classmethod

@@ -21,6 +21,7 @@ import warnings
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from sparsekv.policies._facts import Facts
 from sparsekv.policies.base import LayerPlan, ModelShape, one_of, positive
 from sparsekv.policies.budgets import pyramid_exact, pyramid_official
 from sparsekv.policies.snapkv import SnapKV
@@ -37,6 +38,13 @@ class Pyramid(SnapKV):
     name: ClassVar[str] = "pyramid"
     keeps: ClassVar[str] = "as snapkv, with more in lower layers and less in higher ones"
     paper: ClassVar[str] = "PyramidKV, arXiv 2406.02069"
+    facts: ClassVar[Facts] = Facts(
+        protects="the last `window` tokens of the prompt",
+        budget="differs between layers, C on average; the same for the heads of a layer",
+        acts="once, after the prompt",
+        flops="prompt: 2 window T D HQ; step: none",
+        bytes="prompt: K once more, 4 T HK written; step: none",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

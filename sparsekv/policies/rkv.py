@@ -24,6 +24,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from sparsekv.policies._facts import Facts
 from sparsekv.policies.base import (
     LayerPlan,
     ModelShape,
@@ -50,6 +51,14 @@ class RKV(Policy):
     name: ClassVar[str] = "rkv"
     keeps: ClassVar[str] = "keys that the last queries attend to and that have no newer likeness"
     paper: ClassVar[str] = "R-KV, arXiv 2505.24133"
+    facts: ClassVar[Facts] = Facts(
+        protects="the newest `window` tokens",
+        budget="C a KV head, the same everywhere",
+        acts="after the prompt; then whenever C + buffer tokens are held",
+        flops="prompt: 4 window T D HQ + 2 T^2 D HK; every `buffer` steps the same with n for T",
+        bytes="prompt: K several times more, 8 T HK written; every `buffer` steps the same with n "
+        "for T, what is kept moved",
+    )
     signed: ClassVar[bool] = True
 
     @classmethod

@@ -26,6 +26,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
+from sparsekv.policies._facts import Facts
 from sparsekv.policies.base import (
     LayerPlan,
     ModelShape,
@@ -51,6 +52,14 @@ class Scissorhands(Policy):
     name: ClassVar[str] = "scissorhands"
     keeps: ClassVar[str] = "keys that were seldom below the mean attention, and the newest tokens"
     paper: ClassVar[str] = "Scissorhands, arXiv 2305.17118"
+    facts: ClassVar[Facts] = Facts(
+        protects="the newest `recent` tokens",
+        budget="C a KV head, the same everywhere",
+        acts="after the prompt; then C + 1 - m tokens are kept whenever C + 1 are held",
+        flops="prompt: 2 window T D HQ; every m steps: 6 window n D HQ",
+        bytes="prompt: K once more, 4 T HK written; every m steps: K and V read twice more, "
+        "what is kept moved",
+    )
 
     def __post_init__(self) -> None:
         positive("window", self.window)

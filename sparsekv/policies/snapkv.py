@@ -21,6 +21,7 @@ from typing import ClassVar, Literal, TypeVar
 
 from torch import Tensor
 
+from sparsekv.policies._facts import Facts
 from sparsekv.policies.base import (
     LayerPlan,
     ModelShape,
@@ -49,6 +50,13 @@ class SnapKV(Policy):
     name: ClassVar[str] = "snapkv"
     keeps: ClassVar[str] = "prompt keys that its last queries attend to, and those last tokens"
     paper: ClassVar[str] = "SnapKV, arXiv 2404.14469"
+    facts: ClassVar[Facts] = Facts(
+        protects="the last `window` tokens of the prompt",
+        budget="C a KV head, the same everywhere",
+        acts="once, after the prompt",
+        flops="prompt: 2 window T D HQ; step: none",
+        bytes="prompt: K once more, 4 T HK written; step: none",
+    )
 
     @classmethod
     def paper_tables(cls: type[Self]) -> Self:

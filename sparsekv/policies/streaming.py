@@ -22,6 +22,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
+from sparsekv.policies._facts import Facts
 from sparsekv.policies.base import LayerPlan, ModelShape, Policy, Stats, one_of, positive
 
 
@@ -35,6 +36,13 @@ class Streaming(Policy):
     name: ClassVar[str] = "streaming"
     keeps: ClassVar[str] = "attention sinks and the newest tokens"
     paper: ClassVar[str] = "StreamingLLM, arXiv 2309.17453"
+    facts: ClassVar[Facts] = Facts(
+        protects="the first `sinks` tokens and the newest C - sinks",
+        budget="C a KV head, the same everywhere",
+        acts="after the prompt; then each new token overwrites the oldest that is not a sink",
+        flops="none; positions='cache' turns the sinks on: 6 sinks D HK a step",
+        bytes="prompt: none; step: 4 n HK, the positions",
+    )
     evicts_by: ClassVar[Literal["score", "position"]] = "position"
 
     def __post_init__(self) -> None:

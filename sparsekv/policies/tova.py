@@ -22,6 +22,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
+from sparsekv.policies._facts import Facts
 from sparsekv.policies.base import LayerPlan, ModelShape, Need, Phase, Policy, Stats
 
 
@@ -32,6 +33,14 @@ class TOVA(Policy):
     name: ClassVar[str] = "tova"
     keeps: ClassVar[str] = "keys that the newest query attends to, one set a layer"
     paper: ClassVar[str] = "TOVA, arXiv 2401.06104"
+    facts: ClassVar[Facts] = Facts(
+        protects="nothing, not even the newest token",
+        budget="C a KV head, the same everywhere; the heads of a layer keep the same tokens",
+        acts="after the prompt; then each step attends C + 1 keys and drops one",
+        flops="prompt: 2 T D HQ; step: none",
+        bytes="prompt: K once more, 4 T HK written; step: 4 n HQ + 20 n HK for probabilities, "
+        "scores and positions",
+    )
     stateful: ClassVar[bool] = True
     tensor_parallel: ClassVar[Literal["local", "refused"]] = "refused"
 

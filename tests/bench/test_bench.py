@@ -132,7 +132,7 @@ def test_one_group_and_its_selections(tmp_path: Path) -> None:
     assert {row.what for row in results.read(tmp_path).rows} == {"top-k"}
     assert set(bench_cli.SELECTIONS) == set(registry.SELECTIONS)
     kernels = {case.group for case in registry.cases("kernels", False)}
-    assert kernels == {"decode", "prefill", "cache"}
+    assert kernels == {"decode", "prefill", "cache", "statistics"}
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -47,13 +48,18 @@ def any_policy(pick: random.Random) -> Policy:
 class Walk:
     """A batch under a patched model, and one reference a row."""
 
-    def __init__(self, seed: int, kv_dtype: str | None = None) -> None:
+    def __init__(
+        self, seed: int, kv_dtype: str | None = None, fixed: Callable[..., Policy] | None = None
+    ) -> None:
+        """fixed: the policy for a model of that many layers and KV heads, if it is not random."""
         self.pick = random.Random(seed)
         policy, budget = any_policy(self.pick), self.pick.choice(BUDGETS)
         model = tiny_llama(
             seed, num_hidden_layers=self.pick.choice([1, 2, 3]),
             num_key_value_heads=self.pick.choice([1, 2, 4]),
         )  # fmt: skip
+        if fixed is not None:
+            policy = fixed(model.config.num_hidden_layers, model.config.num_key_value_heads)
         if kv_dtype is not None:  # in float64 both sides round the same numbers
             model = model.double()
             if isinstance(policy, Streaming):  # moved sinks are rounded twice
@@ -143,10 +149,11 @@ def test_random_walk_of_a_quantised_cache(seed):
     run(Walk(seed, [*KV_FORMATS][seed % len(KV_FORMATS)]))
 
 
-def run(walk: Walk) -> None:
+def run(walk: Walk, drafts: bool = True) -> None:
     walk.chunk(at_least=1)
     walk.check()
+    events = [walk.chunk, walk.decode, walk.decode, walk.draft, walk.reorder]
     for _ in range(12):
-        event = walk.pick.choice([walk.chunk, walk.decode, walk.decode, walk.draft, walk.reorder])
+        event = walk.pick.choice(events if drafts else [e for e in events if e != walk.draft])
         event()
         walk.check()

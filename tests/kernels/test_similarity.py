@@ -226,6 +226,19 @@ def test_no_slots(implementation: str) -> None:
     assert last.shape == cosine.shape == (2, 1, 0)
 
 
+@pytest.mark.gpu
+def test_waits_for_nothing_and_repeats() -> None:
+    """Between two replays of a step: no sync with the host, the same bits each time."""
+    t = Clusters(slots=300, head_dim=128, tokens_first=True, shifted=True).tensors("gpu")
+    first = key_similarity(threshold=0.5, **t)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = key_similarity(threshold=0.5, **t)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(first, again)
+
+
 def test_what_does_not_fit_is_refused() -> None:
     t = Clusters().tensors("reference")
     with pytest.raises(ValueError, match=r"expected threshold in \[-1, 1\], got 2"):
