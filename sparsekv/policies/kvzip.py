@@ -32,6 +32,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from sparsekv.policies._facts import Facts
 from sparsekv.policies.base import LayerPlan, ModelShape, Policy, Stats, positive
 
 _FIRST = "\n\nRepeat the previous context exactly."
@@ -61,6 +62,14 @@ class KVzip(Policy):
     name: ClassVar[str] = "kvzip"
     keeps: ClassVar[str] = "what the model attends when it repeats its context, over all layers"
     paper: ClassVar[str] = "KVzip, arXiv 2505.23416"
+    facts: ClassVar[Facts] = Facts(
+        protects="the first `sinks` tokens; later turns and generated tokens",
+        budget="C a KV head on average over all layers and heads; with `uniform` C in each",
+        acts="once, after the passes that follow the prompt",
+        flops="the prompt's linear layers once more, 4 T^2 D HQ of attention over the whole cache "
+        "and about 8 chunk T D HQ over sinks, chunk and pass, twice with the scores",
+        bytes="K and V of the prompt gathered and read once a pass, 4 T HK of scores",
+    )
     extra_passes: ClassVar[bool] = True
     refuses: ClassVar[Mapping[str, str]] = MappingProxyType(
         {"assisted": "the first drafts come in one forward with the context that is to be repeated"}

@@ -43,6 +43,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from sparsekv.policies._facts import Facts
 from sparsekv.policies.base import LayerPlan, ModelShape, Need, Phase, Policy, Stats, positive
 
 _STEPS = 4096  # decays that are tried
@@ -65,6 +66,16 @@ class PyramidInfer(Policy):
     name: ClassVar[str] = "pyramidinfer"
     keeps: ClassVar[str] = "ever fewer prompt tokens from layer to layer, and the newest of all"
     paper: ClassVar[str] = "PyramidInfer, arXiv 2405.12532"
+    facts: ClassVar[Facts] = Facts(
+        protects="the tail of the prompt and its first `sinks` tokens; generated tokens until "
+        "R + E newer ones have come",
+        budget="C tokens that a layer sees on average over the layers, fewer the deeper",
+        acts="between the layers of a prompt; then once every `exceed` generated tokens",
+        flops="prompt: 2 (1 + R) n D HQ over the n tokens that the layer sees; attention and all "
+        "linear layers run on n tokens instead of T",
+        bytes="prompt: K once more, hidden states moved; step: 4 n HQ of probabilities, 8 n HK of "
+        "sums",
+    )
     stateful: ClassVar[bool] = True
     prunes: ClassVar[bool] = True
     tensor_parallel: ClassVar[Literal["local", "refused"]] = "refused"

@@ -26,6 +26,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from sparsekv.policies._facts import Facts
 from sparsekv.policies.base import LayerPlan, ModelShape, Policy, Stats, positive
 
 
@@ -38,6 +39,14 @@ class Quest(Policy):
     name: ClassVar[str] = "quest"
     keeps: ClassVar[str] = "every token; a step reads the pages that its query may attend most"
     paper: ClassVar[str] = "Quest, arXiv 2406.10774"
+    facts: ClassVar[Facts] = Facts(
+        protects="everything; a step attends the first and the newest page in any case",
+        budget="C tokens a step attends in each layer but the first ones; the cache has none",
+        acts="every step, on what is read; nothing goes",
+        flops="step: 4 n / P D HQ for the bounds; 4 C D HQ of attention instead of 4 n D HQ",
+        bytes="prompt: K once more; step: 4 n / P D HK of bounds read, K and V of C tokens instead "
+        "of n",
+    )
     selects_pages: ClassVar[bool] = True
     note: ClassVar[str | None] = (
         "quest frees no memory: every token stays cached, decode steps read the best pages only"
