@@ -12,6 +12,7 @@ D head_dim, P page_size, N pages, L layers, W observation window.
 from sparsekv import policies
 from sparsekv.hf.cache import SparseCache
 from sparsekv.hf.calibrate import calibrate_duo
+from sparsekv.hf.extra_passes import compress
 from sparsekv.hf.patch import new_cache, patch, unpatch
 from sparsekv.policies import POLICIES
 from sparsekv.report import CacheReport
@@ -23,6 +24,7 @@ __all__ = [
     "CacheReport",
     "SparseCache",
     "calibrate_duo",
+    "compress",
     "new_cache",
     "patch",
     "policies",

@@ -12,6 +12,7 @@ from sparsekv.decoding import decode
 from sparsekv.device import device_of
 from sparsekv.headwise import Scores
 from sparsekv.prompt import chunk, prefill
+from sparsekv.pruning import attend_pruned
 from sparsekv.state import SparseState
 
 
@@ -35,6 +36,8 @@ def attend(
     first = state.seen[layer]
     parts = state.begin(layer, q, k, mask)
     with device_of(q):
+        if state.policy.prunes:
+            return attend_pruned(state, layer, parts[0], q, k, v, scores)
         outs = []
         for part in parts:
             run = {"prefill": prefill, "chunk": chunk, "decode": decode}[part.kind]

@@ -166,7 +166,7 @@ def generate_command(
     run = functools.partial(generate_shown, network, tokenizer, ids, max_new_tokens)
     dense = run("dense") if compare else None
     with spinning("checking the model"):
-        sparsekv.patch(network, chosen, size, kv_dtype=kv_dtype)
+        sparsekv.patch(network, chosen.with_tokenizer(tokenizer), size, kv_dtype=kv_dtype)
     sparse = run(policy)
     _show(sparse, dense, policy)
     if json_file is not None:

@@ -11,6 +11,7 @@ from sparsekv.kernels.decode import paged_decode_attention
 from sparsekv.kernels.evict import Action, evict_slot
 from sparsekv.kernels.perturb import perturbed_row
 from sparsekv.policies.base import Need
+from sparsekv.selecting import attended_pages, note_keys
 from sparsekv.sinks import shift_sinks
 from sparsekv.state import SparseState
 from sparsekv.step import Part
@@ -35,8 +36,9 @@ def decode(
     shift_sinks(state, layer, part)
     ordinal = state.ordinal.get(layer)
     need = None if ordinal is None or compresses else state.policy.needs(ordinal, "decode")
+    table, lens = attended_pages(state, layer, q[:, :, 0])
     out, _, probs = paged_decode_attention(
-        q[:, :, 0], pool.k_pages, pool.v_pages, store.block_table[local], store.seqlens[local],
+        q[:, :, 0], pool.k_pages, pool.v_pages, table, lens,
         softmax_scale=scores.softmax_scale, softcap=scores.softcap, sinks=scores.sinks,
         window=spec.window, positions=pool.positions if spec.window else None,
         q_positions=part.on(q.device).before if spec.window else None, probs=_reduction(need),
@@ -91,6 +93,7 @@ def _append_token(state: SparseState, layer: int, part: Part, k: Tensor, v: Tens
     else:
         store.append(local, k, v, slots[..., None], positions)
     store.lens[local] = host
+    note_keys(state, layer, part, k)
 
 
 def _settle_token(state: SparseState, layer: int, part: Part, probs: Tensor | None) -> None:

@@ -39,7 +39,7 @@ def run_demo(
     print(f"question: {QUESTION} Answer: PEP ...", flush=True)
     dense = generate_shown(model, tokenizer, ids, MAX_NEW_TOKENS, "dense")
     with spinning("checking the model"):
-        sparsekv.patch(model, policy, budget, kv_dtype=kv_dtype)
+        sparsekv.patch(model, policy.with_tokenizer(tokenizer), budget, kv_dtype=kv_dtype)
     sparse = generate_shown(model, tokenizer, ids, MAX_NEW_TOKENS, policy.name)
     answers = f"dense answer: {_answer(dense)} · sparse answer: {_answer(sparse)}"
     print(f"{sparse.figures} · {answers}")

@@ -39,7 +39,7 @@ class Limits:
 
     budget is the number of slots a decode step may hold, keep what a prefill leaves (one less in a
     sliding layer: its next query sees window - 1 old keys), low what a compression between decode
-    steps leaves.
+    steps leaves. select: int32 [L, B], the tokens that a decode step attends (`LayerPlan.select`).
     """
 
     budget: np.ndarray
@@ -48,7 +48,9 @@ class Limits:
     sinks: np.ndarray
     recent: np.ndarray
     mode: list[str]
+    select: np.ndarray
     _device: dict[torch.device, Tensor] = field(default_factory=dict)
+    _selected: dict[torch.device, Tensor] = field(default_factory=dict)
 
     def on(self, device: torch.device, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """budget, sinks, recent of a layer on `device`, each int32 [B, HK], contiguous."""
@@ -59,10 +61,17 @@ class Limits:
         budget, sinks, recent = self._device[device][:, layer]
         return budget, sinks, recent
 
+    def select_on(self, device: torch.device, layer: int) -> Tensor:
+        """`select` of a layer on `device`, int32 [B]."""
+        if device not in self._selected:
+            self._selected[device] = upload(np.ascontiguousarray(self.select), device)
+        return self._selected[device][layer]
+
     def select_rows(self, rows: np.ndarray) -> Limits:
         """The limits of the given rows."""
         budget, keep, low = self.budget[:, rows], self.keep[:, rows], self.low[:, rows]
-        return Limits(budget, keep, low, self.sinks[:, rows], self.recent[:, rows], self.mode)
+        sinks, recent, select = self.sinks[:, rows], self.recent[:, rows], self.select[:, rows]
+        return Limits(budget, keep, low, sinks, recent, self.mode, select)
 
 
 def make_limits(
@@ -90,7 +99,12 @@ def make_limits(
         raise ValueError(
             f"expected a policy without a score per slot for decode='interval', got {policy.name!r}"
         )
-    return Limits(most, keep - sliding, low, sinks, recent, [plan.decode for plan in longest])
+    select = [
+        [plans[int(n)][i].select or int(UNLIMITED) for n in tokens] for i in range(len(layers))
+    ]
+    modes: list[str] = [plan.decode for plan in longest]
+    selects = np.array(select, dtype=np.int32)
+    return Limits(most, keep - sliding, low, sinks, recent, modes, selects)
 
 
 def _sliding(window: int) -> LayerPlan:
@@ -114,7 +128,8 @@ def _normalised(plan: LayerPlan) -> tuple[int, ...]:
     if (plan.decode == "interval") != (plan.low is not None):
         raise ValueError(f"expected low= with decode='interval' and only then, got {plan}")
     if plan.budget is None:
-        return int(UNLIMITED), int(UNLIMITED), int(UNLIMITED), 0, 0
+        keep = int(UNLIMITED) if plan.prefill is None else plan.prefill
+        return int(UNLIMITED), keep, int(UNLIMITED), 0, 0
     keep = plan.budget if plan.prefill is None else plan.prefill
     low = plan.budget if plan.low is None else plan.low
     if not 1 <= min(keep, low) <= max(keep, low) <= plan.budget:

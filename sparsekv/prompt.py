@@ -22,6 +22,7 @@ from sparsekv.moments import PromptMoments
 from sparsekv.policies.base import Need
 from sparsekv.policies.features import ExpectedProbability, Feature
 from sparsekv.ring import QueryRing, window_rows
+from sparsekv.selecting import note_keys
 from sparsekv.selection import Candidates, Kept, choose
 from sparsekv.sinks import shift_sinks
 from sparsekv.state import SparseState
@@ -84,6 +85,7 @@ def _write_kept(
     pad = part.on(k.device).pad
     store.append(local, k, v, None, None, index=index, offsets=pad, token_scores=slot_scores)
     store.set_lens(local, kept.selection.count, kept.host)
+    note_keys(state, layer, part, k)
 
 
 def chunk(
@@ -93,6 +95,7 @@ def chunk(
     window = state.layers[layer].window
     store, local = state.store(layer)
     _append_chunk(store, local, part, k, v)
+    note_keys(state, layer, part, k)
     shift_sinks(state, layer, part)
     held, queries = HeldKeys.of(store, local), _queries(q, part)
     out, lse = headwise_attention(queries, held.keys, scores, window)

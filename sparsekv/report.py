@@ -29,7 +29,9 @@ class CacheReport:
     kv_dtype: how K and V are quantised, or None.
     kv_bytes: bytes of the K and V tensors that exist, measured; free pages and scales included.
     dense_bytes: what a dense cache (sliding layers cut to their window) holds for the same input.
-    metadata_bytes: positions, scores, block tables and lengths that exist beside K and V.
+    metadata_bytes: positions, scores, block tables, lengths and key bounds of pages that exist
+        beside K and V.
+    note: what the policy says about these figures, or None.
     """
 
     policy: str
@@ -43,6 +45,7 @@ class CacheReport:
     pages_used: int
     pages_free: int
     page_size: int
+    note: str | None = None
 
     @property
     def ratio(self) -> float:
@@ -67,6 +70,7 @@ class CacheReport:
             f"ratio {self.ratio:.3f} (beside it {self.metadata_bytes / _MIB:.2f} MiB of tables)",
             f"pages of {self.page_size} slots: {self.pages_used} used, {self.pages_free} free",
         ]
+        lines += [self.note] if self.note else []
         lines += [
             f"  layer {i:3d}: {layer.min} / {layer.mean:.1f} / {layer.max}"
             for i, layer in enumerate(self.layers)
@@ -79,7 +83,8 @@ def make_report(state: SparseState) -> CacheReport:
     stores = state.stores
     lens = [store.lens[local] for store, local in (state.store(i) for i in _layers(state))]
     tables = [tensor for store in stores for tensor in (store.block_table, store.seqlens)]
-    tables += [tensor for store in stores for tensor in (store.pool.positions, store.pool.scores)]
+    beside = (x for store in stores for x in store.pool.page_tensors.items())
+    tables += [tensor for name, tensor in beside if name[0] not in "kv"]
     everything = np.concatenate([n.ravel() for n in lens]) if lens else np.zeros(0, dtype=np.int32)
     return CacheReport(
         policy=state.policy.name,
@@ -93,6 +98,7 @@ def make_report(state: SparseState) -> CacheReport:
         pages_used=sum(store.pool.pages_used for store in stores),
         pages_free=sum(store.pool.pages_free for store in stores),
         page_size=state.page_size,
+        note=state.policy.note,
     )
 
 

@@ -8,6 +8,7 @@ is its index among the real tokens of its row, so that padding, wherever it stan
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from sparsekv.parts import ModelParts
 from sparsekv.plan import EVICTING, LayerSpec, Limits, make_limits
 from sparsekv.policies import Full
 from sparsekv.policies.base import ModelShape, Policy
+from sparsekv.policies.budgets import resolve_budget
 from sparsekv.ring import QueryRing
 from sparsekv.rope import SinkShift
 from sparsekv.step import Part, RowTensors, in_blocks, real_lengths
@@ -42,6 +44,9 @@ class SparseState:
 
     Attributes:
         deferred: whether the forward that runs leaves eviction to a later one.
+        pruning: what the prompt leaves in each layer under a policy that prunes, see
+            `sparsekv.pruning`.
+        passed: whether the extra passes of the policy have run over the prompt.
         tokens: int [B] real tokens of each row so far.
         prompt_lengths: int [B] what `tokens` was when the last prompt ended.
         gaps: (before, pads) of each forward with padding: row b had pads[b] columns of padding
@@ -107,7 +112,8 @@ class SparseState:
         self.log: dict[int, list[tuple[Part, Tensor, Tensor, Tensor, Scores]]] = {}
         self.steady: dict[torch.device, RowTensors] | None = None
         self.held_steps = 0
-        self.deferred = self.capturing = False
+        self.deferred = self.capturing = self.passed = False
+        self.pruning: Any = None
         self._stores: dict[int, tuple[PagedKVCache, int]] = {}
         self._parts: list[Part] = []
         self._start = -1
@@ -135,7 +141,10 @@ class SparseState:
             for i, spec in enumerate(self.layers)
             if spec.device == expected and i not in self._stores
         ]
-        pool = PagePool(k.device, k.dtype, k.shape[-1], self.page_size, self.kv_dtype)
+        pool = PagePool(
+            k.device, k.dtype, k.shape[-1], self.page_size, self.kv_dtype,
+            bounds=self.policy.selects_pages,
+        )  # fmt: skip
         store = PagedKVCache(pool, len(members), k.shape[0], k.shape[1])
         self._stores |= {member: (store, i) for i, member in enumerate(members)}
 
@@ -157,6 +166,8 @@ class SparseState:
             raise ValueError(f"expected a batch of {len(self.tokens)} rows, got {batch}")
         if self.seen[layer] != self._start:
             self._plan_forward(layer, q, k, mask)
+        elif self.policy.prunes and self._parts[0].kind == "prefill":
+            tokens = self._parts[0].tokens  # later layers see fewer
         elif tokens != sum(part.tokens for part in self._parts):
             raise ValueError("expected the layers of one forward to see the same tokens")
         if layer not in self._stores:
@@ -184,6 +195,7 @@ class SparseState:
         if not self.held_steps:
             self.steady = None
         parts = self._split(start, tokens, lengths)
+        self._expect_passes(parts)
         if parts[0].kind != "decode":
             self.held_steps = 0
             self.prompt_lengths, self._prompt_lengths = parts[0].seen, {}
@@ -206,6 +218,18 @@ class SparseState:
             return
         for member in {id(store): i for i, (store, _) in self._stores.items()}.values():
             self._prepare(member)
+
+    def _expect_passes(self, parts: list[Part]) -> None:
+        """A prompt that waits for extra passes must get them before the first decode step."""
+        if not self.policy.extra_passes or self.passed or parts[-1].kind != "decode":
+            return
+        if any(n > resolve_budget(self.budget, int(n)) for n in self.tokens if n):
+            raise ValueError(
+                f"expected sparsekv.compress(model, cache, input_ids) before the first decode step "
+                f"under policy {self.policy.name!r}, got a cache of {self.tokens.tolist()} tokens "
+                f"that is still whole"
+            )
+        self.passed = True
 
     def _keep_sinks(self, limits: Limits) -> None:
         """A row that has evicted gets no more sinks than before: the next ones are gone."""

@@ -56,7 +56,7 @@ def addresses(state: SparseState) -> tuple[int, ...]:
     tensors = [
         tensor
         for store in state.stores
-        for tensor in (*store.pool.slot_tensors.values(), store.block_table, store.seqlens)
+        for tensor in (*store.pool.page_tensors.values(), store.block_table, store.seqlens)
     ]
     tensors += [rows.before for rows in (state.steady or {}).values()]
     tensors += [ring.q for ring in state.rings.values()]

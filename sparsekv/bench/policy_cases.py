@@ -16,6 +16,8 @@ from sparsekv.hf.compat import output_cache
 BY_CONTEXT = "time a token by context"
 _CONTEXTS, _TINY_CONTEXTS = (4000, 8000, 16000, 32000), (48, 96)
 _BUDGET, _TINY_BUDGET = 2048, 24
+# Its tail alone is a fifth of the prompt, whatever the budget.
+_OWN_BUDGET = "pyramidinfer"
 _MARKS, _TINY_MARKS = (1, 17, 49), (1, 3, 5)
 
 
@@ -29,12 +31,12 @@ def policy_cases(tiny: bool) -> list[Case]:
 
 
 def _has_default(name: str) -> bool:
-    """Whether a policy runs by its name, without gates, a tokenizer or the like."""
+    """Whether a policy runs by its name and our budget, without gates, a tokenizer or the like."""
     try:
         sparsekv.POLICIES[name]().ready()
     except ValueError:
         return False
-    return True
+    return name != _OWN_BUDGET
 
 
 def _budget(tiny: bool) -> int:

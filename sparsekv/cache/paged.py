@@ -198,6 +198,11 @@ class PagedKVCache:
         self._set(where, 0)
         self.pages[layer] = needed
 
+    def shrink(self) -> None:
+        """Give the memory of free pages back to the device; no snapshot may exist."""
+        self.table = self.pool.shrink()[self.table]
+        self.block_table.copy_(upload(self.table, self.pool.device))
+
     # ------------------------------------------------------------------ rows and forks
 
     def select_rows(self, rows: np.ndarray) -> None:

@@ -27,6 +27,8 @@ class PagePool:
         page_size: slots a page, one of 16, 32, 64.
         kv_dtype: None, or a name of `KV_FORMATS`: pages are of that format ([N, P, D/2] for int4)
             and have k_scales and v_scales, fp32 [N, P].
+        bounds: keep page_min and page_max [N, D] in `dtype`, the smallest and largest key of a page
+            by channel (`kernels/pages.py`).
 
     Raises:
         ValueError: another page size, or a kv_dtype that is unknown or that head_dim or the device
@@ -40,6 +42,7 @@ class PagePool:
         head_dim: int,
         page_size: int = 16,
         kv_dtype: str | None = None,
+        bounds: bool = False,
     ) -> None:
         if page_size not in (16, 32, 64):
             raise ValueError(f"expected page_size to be 16, 32 or 64, got {page_size}")
@@ -53,6 +56,8 @@ class PagePool:
         self.v_scales = torch.ones(shape[:2], device=device) if form else None
         self.positions = torch.zeros(1, page_size, dtype=torch.int32, device=device)
         self.scores = torch.zeros(1, page_size, dtype=torch.float32, device=device)
+        self.page_min = torch.zeros(1, head_dim, dtype=dtype, device=device) if bounds else None
+        self.page_max = torch.zeros(1, head_dim, dtype=dtype, device=device) if bounds else None
         self.refcount = np.ones(1, dtype=np.int32)  # the null page is never free
         self._free = np.zeros(0, dtype=np.int32)  # a stack: the last is the next to go
         self.has_shared = False
@@ -63,6 +68,13 @@ class PagePool:
         names = ["k_pages", "v_pages", "positions", "scores"]
         names += ["k_scales", "v_scales"] if self.form else []
         return {name: getattr(self, name) for name in names}
+
+    @property
+    def page_tensors(self) -> dict[str, Tensor]:
+        """Every tensor that has a row a page, by attribute name: those of slots, and the bounds."""
+        bounds = {} if self.page_min is None else {"page_min": self.page_min}
+        bounds |= {} if self.page_max is None else {"page_max": self.page_max}
+        return self.slot_tensors | bounds
 
     @property
     def num_pages(self) -> int:
@@ -93,7 +105,7 @@ class PagePool:
         extra = missing if self.num_pages == 0 else max(missing, int(self.num_pages * _GROWTH))
         old = len(self.refcount)
         # One after the other, so that at most one tensor exists twice.
-        for name in self.slot_tensors:
+        for name in self.page_tensors:
             setattr(self, name, _grown(getattr(self, name), old + extra))
         self.refcount = np.concatenate([self.refcount, np.zeros(extra, dtype=np.int32)])
         fresh = np.arange(old + extra - 1, old - 1, -1, dtype=np.int32)
@@ -121,10 +133,22 @@ class PagePool:
         assert (self.refcount[unique] >= 0).all(), "a page was released more often than owned"
         self._free = np.concatenate([self._free, unique[self.refcount[unique] == 0]])
 
+    def shrink(self) -> np.ndarray:
+        """Give the memory of free pages back. Returns the new id of every old page, int32 [N]."""
+        used = np.flatnonzero(self.refcount)
+        index = upload(used, self.device)
+        # One after the other, so that at most one tensor exists twice.
+        for name, pages in self.page_tensors.items():
+            setattr(self, name, raw(pages)[index].view(pages.dtype))
+        renamed = np.zeros(len(self.refcount), dtype=np.int32)
+        renamed[used] = np.arange(len(used), dtype=np.int32)
+        self.refcount, self._free = self.refcount[used], self._free[:0]
+        return renamed
+
     def copy(self, source: np.ndarray, target: np.ndarray) -> None:
         """Copy whole pages `source[i]` -> `target[i]` (copy-on-write)."""
         pair = upload(np.stack([source, target]).astype(np.int64), self.device)
-        for pages in map(raw, self.slot_tensors.values()):
+        for pages in map(raw, self.page_tensors.values()):
             pages[pair[1]] = pages[pair[0]]
 
     def read(self, page: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:

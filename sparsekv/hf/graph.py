@@ -21,6 +21,7 @@ from sparsekv.hf.cache import SparseCache
 from sparsekv.hf.compat import cache_key, tp_size
 from sparsekv.hf.traced import CompiledForward, warn_uncompiled
 from sparsekv.interval import compress_due
+from sparsekv.pruning import cut_due
 from sparsekv.steady import HostCount, addresses, advance, hold
 
 # Decode steps whose pages are found in advance; when they are used up, the next are, and the
@@ -83,13 +84,13 @@ class GraphedDecode:
                 return self.model(**inputs)
             assert self.graph is not None
             self.graph.replay()
-            compress_due(cache.state)
+            _between(cache)
         else:
             for name, static in self.inputs.items():
                 static.copy_(inputs[name])
             self.graph.replay()
             advance(cache.state)  # the host counts while the device works
-            compress_due(cache.state)
+            _between(cache)
         return self.output
 
     def _plain(self, inputs: dict[str, Any], cache: SparseCache) -> bool:
@@ -147,6 +148,12 @@ class GraphedDecode:
 def _forwarded(inputs: dict[str, Any]) -> dict[str, Any]:
     """What a fixed step is given: no padding mask, for one token a row needs none."""
     return {name: inputs[name] for name in _FORWARD if inputs.get(name) is not None}
+
+
+def _between(cache: SparseCache) -> None:
+    """What steps make due that a captured one does not do."""
+    compress_due(cache.state)
+    cut_due(cache.state)
 
 
 def _leave_capture() -> None:

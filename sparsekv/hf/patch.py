@@ -26,8 +26,10 @@ from sparsekv.hf.check import (
     self_test,
 )
 from sparsekv.hf.compat import cache_key, tp_size
+from sparsekv.hf.extra_passes import prefill
 from sparsekv.hf.graph import GraphedDecode, can_graph
 from sparsekv.hf.parts import UNDO, model_parts
+from sparsekv.hf.pruning import decoder_layers, install_hooks, prove_pruning
 from sparsekv.hf.traced import CompiledForward, bound_forward
 from sparsekv.policies import Full, Policy, get_policy, resolve_budget
 from sparsekv.rope import Rotary, SinkShift
@@ -93,7 +95,7 @@ def patch(
     check_config(model)
     _check_policy(model, chosen, defer_eviction)
     previous = model.__dict__.get(_RECORD)
-    _check_compile(model, compile, previous)
+    _check_compile(model, chosen, compile, previous)
     shift = _sink_shift(model, chosen)
     before = previous.attn_implementation if previous else model.config._attn_implementation
     register()
@@ -130,6 +132,8 @@ def _check_policy(model: PreTrainedModel, policy: Policy, defer_eviction: bool) 
             f"expected a model on one device for policy {policy.name!r}, which has to know all "
             f"heads of a layer, got one sharded over {tp_size(model)} tensor-parallel ranks"
         )
+    if policy.prunes:
+        decoder_layers(model)
     model_parts(model, policy)
 
 
@@ -139,9 +143,16 @@ def _sink_shift(model: PreTrainedModel, policy: Policy) -> SinkShift | None:
     return SinkShift(getattr(policy, "sinks", 0), Rotary(rotary_frequencies(model, _SHIFT)))
 
 
-def _check_compile(model: PreTrainedModel, compile: object, previous: Patch | None) -> None:
+def _check_compile(
+    model: PreTrainedModel, policy: Policy, compile: object, previous: Patch | None
+) -> None:
     if compile not in (True, False, "decode"):
         raise ValueError(f"expected compile to be True, False or 'decode', got {compile!r}")
+    if compile is True and policy.prunes:
+        raise ValueError(
+            f"expected compile=False or 'decode' with policy {policy.name!r}, whose prompts lose "
+            "tokens between layers, got True"
+        )
     ours = previous is not None and previous.compiles_prompts
     if compile is True and "forward" in model.__dict__ and not ours:
         raise ValueError("expected a model without hooks on its forward for compile=True, got some")
@@ -152,6 +163,7 @@ def _install(model: PreTrainedModel, record: Patch) -> None:
     before = model.__dict__.get(_RECORD)
     if before is not None and before.compiles_prompts:
         del model.__dict__["forward"]
+    install_hooks(model, record.policy)
     if record.compiled is not None and record.compiles_prompts:
         model.__dict__["forward"] = bound_forward(model, record.compiled)
     model.__dict__[_RECORD] = record
@@ -160,6 +172,7 @@ def _install(model: PreTrainedModel, record: Patch) -> None:
 def unpatch(model: Model) -> Model:
     """Take the patch off; a model that has none is left alone. Returns the same model."""
     record = model.__dict__.pop(_RECORD, None)
+    install_hooks(model, None)
     for name in _METHODS:
         model.__dict__.pop(name, None)
     if record is not None:
@@ -205,6 +218,8 @@ def _prove(model: PreTrainedModel) -> None:
     layers, size, shift = layer_specs(model), record.page_size, record.sink_shift
     cache = SparseCache(Full(), 1, layers, page_size=size, kv_dtype=record.kv_dtype)
     self_test(model, cache)
+    if record.policy.prunes:
+        prove_pruning(model, size)
     for rotary, purpose in (
         (shift.rotary if shift else None, _SHIFT),
         (model_parts(model, record.policy).rotary, UNDO),
@@ -241,9 +256,24 @@ def _prepare_cache(
     cache = model_kwargs.get(name)
     if isinstance(cache, SparseCache):
         mode = args[0] if args else kwargs.get("generation_mode")
+        _check_mode(cache.state.policy, generation_config, mode)
         _set_mode(cache, generation_config, model_kwargs, mode)
         cache.state.max_columns = args[2] if len(args) > 2 else kwargs.get("max_cache_length")
     return getattr(type(self), _HOOK)(self, generation_config, model_kwargs, *args, **kwargs)
+
+
+def _check_mode(policy: Policy, generation_config: Any, mode: Any) -> None:
+    """Raise ValueError for a way to generate that the policy refuses."""
+    assistant = bool(getattr(generation_config, "is_assistant", False))
+    wanted = {
+        "assisted": assistant or mode == GenerationMode.ASSISTED_GENERATION,
+        "beams": (generation_config.num_beams or 1) > 1,
+    }
+    for way, reason in policy.refuses.items():
+        if wanted[way]:
+            raise ValueError(
+                f"expected a policy that allows {way} generation, got {policy.name!r}: {reason}"
+            )
 
 
 def _set_mode(cache: SparseCache, generation_config: Any, model_kwargs: dict, mode: Any) -> None:
@@ -285,4 +315,5 @@ _METHODS: dict[str, Callable[..., Any]] = {
     _HOOK: _prepare_cache,
     _MAY_COMPILE: _may_compile,
     "get_compiled_call": _compiled_call,
+    "_prefill": prefill,
 }

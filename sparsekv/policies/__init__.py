@@ -28,8 +28,11 @@ from sparsekv.policies.h2o import H2O
 from sparsekv.policies.keydiff import KeyDiff
 from sparsekv.policies.keyformer import Keyformer
 from sparsekv.policies.knorm import Knorm
+from sparsekv.policies.kvzip import KVzip
 from sparsekv.policies.layersplit import LayerSplit
 from sparsekv.policies.pyramid import Pyramid
+from sparsekv.policies.pyramidinfer import PyramidInfer
+from sparsekv.policies.quest import Quest
 from sparsekv.policies.random import Random
 from sparsekv.policies.rkv import RKV
 from sparsekv.policies.scissorhands import Scissorhands
@@ -52,6 +55,9 @@ POLICIES: Mapping[str, type[Policy]] = MappingProxyType(
             Keyformer,
             KeyDiff,
             RKV,
+            Quest,
+            KVzip,
+            PyramidInfer,
             Duo,
             AdaKV,
             CriticalKV,
@@ -86,6 +92,7 @@ __all__ = [
     "Full",
     "Gumbel",
     "HeadPlan",
+    "KVzip",
     "KeyDiff",
     "Keyformer",
     "Knorm",
@@ -96,6 +103,8 @@ __all__ = [
     "Phase",
     "Policy",
     "Pyramid",
+    "PyramidInfer",
+    "Quest",
     "Random",
     "Scissorhands",
     "Selection",

@@ -19,7 +19,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, Protocol
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -61,6 +62,8 @@ class LayerPlan:
     prefill: slots that a prompt leaves; None: budget.
     low: slots that a compression of decode="interval" leaves, and only there.
     heads: one plan a KV head, in place of budget, sinks and recent, which then say nothing.
+    select: tokens that a decode step attends, in whole pages that its query picks; all stay cached.
+    None: it attends all of them. Only with `Policy.selects_pages`.
     """
 
     budget: int | None
@@ -70,6 +73,7 @@ class LayerPlan:
     prefill: int | None = None
     low: int | None = None
     heads: tuple[HeadPlan, ...] | None = None
+    select: int | None = None
 
 
 @dataclass(frozen=True)
@@ -159,6 +163,12 @@ class Policy(ABC):
     evicts_by: ClassVar[Literal["score", "position"]] = "score"  # a decode step drops the lowest
     ragged: ClassVar[bool] = False  # select() gives heads counts that only the device knows
     rerotates_sinks: ClassVar[bool] = False  # cached tokens get contiguous positions
+    selects_pages: ClassVar[bool] = False  # plans may say `select`: pages carry key bounds
+    prunes: ClassVar[bool] = False  # a layer of a prompt sees fewer tokens than the one before
+    extra_passes: ClassVar[bool] = False  # the budget applies once they have run over a prompt
+    note: ClassVar[str | None] = None  # what a report must say about its figures
+    # What `generate` must not be asked for ("assisted", "beams"), and why.
+    refuses: ClassVar[Mapping[str, str]] = MappingProxyType({})
     # Prompts over budget are read, and cut, so many tokens at a time inside each layer.
     prefill_block: ClassVar[int | None] = None
     signed: ClassVar[bool] = False  # scores may be negative
@@ -175,6 +185,10 @@ class Policy(ABC):
 
     def ready(self) -> None:  # noqa: B027  # most lack nothing
         """Raise ValueError, saying what to pass, if the policy lacks what it needs to run."""
+
+    def with_tokenizer(self, tokenizer: Any) -> Policy:
+        """The policy with this tokenizer, if it needs one and has none."""
+        return self
 
     @abstractmethod
     def plan(self, shape: ModelShape, tokens: int, budget: int) -> tuple[LayerPlan, ...]:

@@ -23,6 +23,7 @@ from sparsekv.policies import (
     LayerSplit,
     Policy,
     Pyramid,
+    Quest,
     SnapKV,
     Stats,
     Streaming,
@@ -242,6 +243,7 @@ def test_unknown_policies_are_refused_by_name(wrong):
         (LayerSplit, {"accum": "mean"}),
         (LayerSplit, {"pool": "max", "kernel": 2}),
         (LayerSplit, {"budget_is": "total"}),
+        (Quest, {"dense_layers": -1}),
     ],
 )
 def test_bad_hyper_parameters(cls, arguments):
