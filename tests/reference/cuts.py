@@ -65,8 +65,11 @@ def _critical(view: View, scores: list[Head], rest: list[int]) -> list[set[int]]
     policy = view.policy
     norms = projected_norms(view.v, view.o_proj, view.q.shape[0]).tolist()
     first = exact(policy.first_share)
+    inner = policy.scorer.scorer if policy.scorer.name == "adakv" else policy.scorer
+    # epsilon is for a mean over query rows, as published; votes are sums over the window's.
+    epsilon = policy.epsilon * getattr(inner, "window", 1)
     return [
-        two_stages(head, {j: norms[h][j] for j in head}, n, first, policy.epsilon)
+        two_stages(head, {j: norms[h][j] for j in head}, n, first, epsilon)
         for h, (head, n) in enumerate(zip(scores, rest, strict=True))
     ]
 
