@@ -58,6 +58,12 @@ def prompt(length: int, seed: int = 0) -> Tensor:
     return torch.randint(2, VOCABULARY, (1, length), generator=generator)
 
 
+def every_token(seed: int = 0) -> Tensor:
+    """Each id once, ids [1, 126]: keys of one token have one norm, and rounding would rank them."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randperm(VOCABULARY - 2, generator=generator)[None] + 2
+
+
 def left_padded(*rows: Tensor) -> dict[str, Tensor]:
     """input_ids and attention_mask of a batch of rows [1, T_i]."""
     width = max(row.shape[1] for row in rows)

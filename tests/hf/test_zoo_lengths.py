@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rig import Loop, prompt, tiny_llama
+from rig import Loop, every_token, prompt, tiny_llama
 from zoo import NAMES, SUPPORT, example, truth
 
 import sparsekv
@@ -31,7 +31,8 @@ def test_around_every_threshold(name):
         for length in LENGTHS:
             reference.reset()
             loop = Loop(model)
-            for ids in (prompt(length, length), *prompt(3, budget).split(1, dim=1)):
+            first = every_token()[:, :length] if name == "knorm" else prompt(length, length)
+            for ids in (first, *prompt(3, budget).split(1, dim=1)):
                 where = f"budget {budget}, prompt {length}"
                 expected, got = reference.feed(ids), loop.feed(ids)[0]
                 assert loop.kept() == reference.kept(), where

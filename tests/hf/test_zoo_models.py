@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from families import FAMILIES, build
-from rig import Loop, prompt
+from rig import Loop, every_token
 from zoo import check, example, truth
 
 import sparsekv
@@ -26,9 +26,12 @@ def test_families(name, family):
     config = model.config
     policy = example(name, config.num_hidden_layers, config.num_key_value_heads)
     length, budget = (90, 48) if name == "quest" else (37, 12)
+    for parameter, weight in model.named_parameters():
+        if "k_norm" in parameter:  # all ones would give every key the same norm
+            weight.data.uniform_(0.5, 1.5)
     reference, loop = truth(model, policy, budget), Loop(sparsekv.patch(model, policy, budget))
-    token = check(reference, loop, prompt(length, 3))
-    for _ in range(6):
-        token = check(reference, loop, token)
-    check(reference, loop, prompt(5, 4))
+    ids = every_token(3)
+    for tokens in (length, *[1] * 6, 5):
+        now, ids = ids[:, :tokens], ids[:, tokens:]
+        token = check(reference, loop, now)
     assert torch.isfinite(reference.feed(token)).all()

@@ -197,7 +197,7 @@ class Reference:
     def remember_moments(
         self, layer: int, phase: str, q: Tensor, at: list[int], theta: float
     ) -> None:
-        """expected: the prompt's queries before RoPE, those of the sinks left out; a step ends it."""
+        """expected: queries before RoPE, those of the sinks left out; a step ends the prompt."""
         inner = innermost(self.policy)
         if phase == "decode":
             self.unrotated.pop(layer, None)
