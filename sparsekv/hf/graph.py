@@ -2,9 +2,10 @@
 
 `generate` asks the model whether its decode forward can be compiled and, if so, for the compiled
 call. A patched model answers with a `GraphedDecode`: the first step runs as always (it compiles the
-kernels), the second is captured, all further ones are replays. With `patch(..., compile="decode")`
-what is captured is the forward that torch.compile made. What cannot be captured or compiled runs as
-always, after one warning that names the reason.
+kernels), the second is captured, all further ones are replays. Layers that a replay leaves over
+their budget (`decode="interval"`) are compressed before the next one. With
+`patch(..., compile="decode")` what is captured is the forward that torch.compile made. What cannot
+be captured or compiled runs as always, after one warning that names the reason.
 """
 
 from __future__ import annotations

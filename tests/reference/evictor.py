@@ -197,8 +197,10 @@ class Reference:
     def remember_moments(
         self, layer: int, phase: str, q: Tensor, at: list[int], theta: float
     ) -> None:
-        """expected: the prompts' queries before RoPE, those of the sinks left out."""
+        """expected: the prompt's queries before RoPE, those of the sinks left out; a step ends it."""
         inner = innermost(self.policy)
+        if phase == "decode":
+            self.unrotated.pop(layer, None)
         if inner.name != "expected" or phase == "decode":
             return
         back = attention.rotated(q, -torch.tensor(at), theta)
