@@ -9,7 +9,7 @@ from reference.noise import uniform
 
 
 def norms(k: Tensor) -> Tensor:
-    """|k_j|_2, [N]; in fp32, like any score: RoPE keeps norms, so equal tokens tie up to rounding."""
+    """|k_j|_2, [N]; in fp32, as any score: RoPE keeps norms, so equal tokens nearly tie."""
     return torch.linalg.vector_norm(k.float(), dim=-1)
 
 
