@@ -12,7 +12,8 @@ WALKERS = [name for name in NAMES if name not in ("kvzip", "pyramidinfer")]
 
 @pytest.mark.filterwarnings("ignore:pyramid gives all")
 @pytest.mark.parametrize("seed", [200, 201, 202])
-@pytest.mark.parametrize("name", WALKERS)
+# A walk meets tokens twice, whose keys have the same norm: knorm would rank the rounding.
+@pytest.mark.parametrize("name", [name for name in WALKERS if name != "knorm"])
 def test_random_walk(name, seed):
     example(name)  # skips what the library does not have
     walk = Walk(seed * 31 + WALKERS.index(name), fixed=EXAMPLES[name])

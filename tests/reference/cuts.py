@@ -8,7 +8,7 @@ from typing import Any
 from reference.critical import two_stages
 from reference.heads import mixed, normalised, safeguarded, top
 from reference.plans import exact
-from reference.scores import innermost, rank
+from reference.scores import rank
 from reference.types import Head, Ranking, View
 from reference.values import projected_norms
 
@@ -65,8 +65,9 @@ def _critical(view: View, scores: list[Head], rest: list[int]) -> list[set[int]]
     policy = view.policy
     norms = projected_norms(view.v, view.o_proj, view.q.shape[0]).tolist()
     first = exact(policy.first_share)
-    # The paper adds epsilon to a mean over the window's rows; votes are sums.
-    epsilon = policy.epsilon * getattr(innermost(policy), "window", 1)
+    inner = policy.scorer.scorer if policy.scorer.name == "adakv" else policy.scorer
+    # epsilon is for a mean over query rows, as published; votes are sums over the window's.
+    epsilon = policy.epsilon * getattr(inner, "window", 1)
     return [
         two_stages(head, {j: norms[h][j] for j in head}, n, first, epsilon)
         for h, (head, n) in enumerate(zip(scores, rest, strict=True))
