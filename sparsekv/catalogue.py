@@ -23,8 +23,9 @@ Letters: C is the budget (slots per KV head), T the tokens of a prompt, n the ke
 the newest token; HQ query heads share HK KV heads, G = HQ / HK to one, of D numbers each; L layers;
 A_hij is the softmax of query head h, query i, key j. Costs are per layer and row, on top of dense
 attention: 2 T^2 D HQ FLOPs for a prompt, 4 n D HQ a step. The pictures show what stays of a prompt
-of Python's own help texts in SmolLM2-135M (30 layers, 3 KV heads) at a budget of 512: a row is a
-layer; the darker a place, the more of its KV heads keep the token. `sparsekv show-kept` draws them.
+of Python's own help texts in SmolLM2-135M (30 layers, 3 KV heads) at a budget of 512 (pyramidinfer:
+0.6, its tail alone is a fifth of a prompt): a row is a layer; the darker a place, the more of its
+KV heads keep the token. `sparsekv show-kept` draws them.
 """
 _SUMMARY = ("policy", "keeps", "acts", "protects", "tensor parallel")
 # Enough layers for policies whose first ones differ.

@@ -99,6 +99,7 @@ class SparseState:
         self.tokens = np.zeros(0, dtype=np.int64)
         self.gaps: list[tuple[np.ndarray, np.ndarray]] = []
         self.limits: Limits | None = None
+        self.shape: ModelShape | None = None
         self.prompt_lengths = self.tokens
         self._prompt_lengths: dict[torch.device, Tensor] = {}
         self.queries: dict[int, tuple[Tensor, Tensor]] = {}
@@ -200,6 +201,7 @@ class SparseState:
             self.held_steps = 0
             self.prompt_lengths, self._prompt_lengths = parts[0].seen, {}
             shape = ModelShape(len(self.ordinal), q.shape[1], k.shape[1], head_dim)
+            self.shape = shape
             self.deferred = self.defer_eviction and start + tokens < self.chunked_until
             policy = Full() if self.deferred else self.policy
             limits = make_limits(policy, self.budget, self.layers, shape, parts[0].seen)

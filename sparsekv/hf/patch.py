@@ -218,6 +218,8 @@ def _prove(model: PreTrainedModel) -> None:
     layers, size, shift = layer_specs(model), record.page_size, record.sink_shift
     cache = SparseCache(Full(), 1, layers, page_size=size, kv_dtype=record.kv_dtype)
     self_test(model, cache)
+    assert cache.state.shape is not None
+    record.policy.fits(cache.state.shape)
     if record.policy.prunes:
         prove_pruning(model, size)
     for rotary, purpose in (

@@ -186,6 +186,9 @@ class Policy(ABC):
     def ready(self) -> None:  # noqa: B027  # most lack nothing
         """Raise ValueError, saying what to pass, if the policy lacks what it needs to run."""
 
+    def fits(self, shape: ModelShape) -> None:  # noqa: B027  # most fit every model
+        """Raise ValueError if the policy carries data of a model of another shape."""
+
     def with_tokenizer(self, tokenizer: Any) -> Policy:
         """The policy with this tokenizer, if it needs one and has none."""
         return self

@@ -111,14 +111,19 @@ class Duo(Policy):
             tuple((i, h) in chosen for h in range(len(layer))) for i, layer in enumerate(self.gates)
         )
 
-    def plan(self, shape: ModelShape, tokens: int, budget: int) -> tuple[LayerPlan, ...]:
-        classes = self.retrieval_heads()
-        found = (len(classes), len(classes[0]))
+    def fits(self, shape: ModelShape) -> None:
+        self.ready()
+        assert self.gates is not None
+        found = (len(self.gates), len(self.gates[0]))
         if found != (shape.num_layers, shape.num_kv_heads):
             raise ValueError(
                 f"expected gates for {shape.num_layers} layers of {shape.num_kv_heads} KV heads, "
                 f"got {found[0]} of {found[1]}"
             )
+
+    def plan(self, shape: ModelShape, tokens: int, budget: int) -> tuple[LayerPlan, ...]:
+        self.fits(shape)
+        classes = self.retrieval_heads()
         held = min(self.sinks + self.recent, budget)
         sinks = min(self.sinks, budget // 2)
         window, everything = HeadPlan(held, sinks, held - sinks), HeadPlan(None)

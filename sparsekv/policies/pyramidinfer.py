@@ -144,7 +144,8 @@ class PyramidInfer(Policy):
         return tuple(LayerPlan(None, prefill=count) for count in counts)
 
     def needs(self, layer: int, phase: Phase) -> Need | None:
-        return Need("sum", group="layer_mean")  # over the tail, by `weights`
+        # Of a prompt the rows of its tail, by `weights`: a share of the prompt, no number of rows.
+        return None if phase == "prefill" else Need("sum", group="layer_mean")
 
     def weights(self, rows: int) -> Tensor:
         """w of the last `rows` rows, oldest first, fp32 [rows]."""

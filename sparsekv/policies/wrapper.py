@@ -30,6 +30,9 @@ class Wrapper(Policy):
     def ready(self) -> None:
         self.scorer.ready()
 
+    def fits(self, shape: ModelShape) -> None:
+        self.scorer.fits(shape)
+
     def plan(self, shape: ModelShape, tokens: int, budget: int) -> tuple[LayerPlan, ...]:
         return self.scorer.plan(shape, tokens, budget)
 

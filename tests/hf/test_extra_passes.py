@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from families import build
@@ -12,7 +14,7 @@ from transformers.masking_utils import eager_mask
 import sparsekv
 from sparsekv.hf.compat import cache_key
 from sparsekv.hf.extra_passes import ProbeCache
-from sparsekv.policies import KVzip
+from sparsekv.policies import KVzip, Quest
 from sparsekv.probing import Probe, keep_best
 
 
@@ -254,3 +256,31 @@ def test_beams_and_unpatch(model):
     sparsekv.unpatch(model)
     assert "_prefill" not in model.__dict__
     assert torch.equal(model.generate(ids, **plain), dense)
+
+
+def test_a_context_of_sinks_alone_and_a_model_without_full_layers(model):
+    """Nothing to ask for: the first tokens stay; sliding layers keep their windows."""
+    sparsekv.patch(model, policy(), 2)
+    run = greedy(model, prompt(3), 2)
+    assert kept(run.cache) == [[[0, 1, 3]] * 2] * 3
+    with pytest.warns(UserWarning, match="no layer to act on"):
+        windowed = sparsekv.patch(build("mistral-window"), policy(), 2)
+    assert greedy(windowed, prompt(40), 3).cache.report().kept.max == 24
+
+
+@pytest.mark.parametrize("name", ["quest", "kvzip"])
+def test_a_prefix_can_be_copied(name, model):
+    """Questions on deep copies of one cached context do not see one another."""
+    chosen = {"quest": Quest(0), "kvzip": policy()}[name]
+    loop = Loop(sparsekv.patch(model, chosen, 32))
+    loop.feed(prompt(70))
+    if name == "kvzip":
+        sparsekv.compress(model, loop.cache, prompt(70))
+    before = kept(loop.cache)
+    answers = []
+    for seed in (1, 2, 1):
+        branch = Loop(model, copy.deepcopy(loop.cache))
+        branch.feed(prompt(6, seed))
+        answers.append(branch.feed(prompt(1, seed)))
+    assert torch.equal(answers[0], answers[2]) and not torch.equal(answers[0], answers[1])
+    assert kept(loop.cache) == before

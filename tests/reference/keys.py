@@ -9,8 +9,8 @@ from reference.noise import uniform
 
 
 def norms(k: Tensor) -> Tensor:
-    """|k_j|_2, [N]."""
-    return k.norm(dim=-1)
+    """|k_j|_2, [N]; in fp32, as any score: RoPE keeps norms, so equal tokens nearly tie."""
+    return torch.linalg.vector_norm(k.float(), dim=-1)
 
 
 def anchor(k: Tensor) -> Tensor:
