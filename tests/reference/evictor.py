@@ -197,11 +197,7 @@ class Reference:
     def remember_moments(
         self, layer: int, phase: str, q: Tensor, at: list[int], theta: float
     ) -> None:
-<<<<<<< HEAD
-        """expected: queries before RoPE, those of the sinks left out; a step ends the prompt."""
-=======
         """expected: a prompt's queries before RoPE, but those of sinks; a decode step ends it."""
->>>>>>> main
         inner = innermost(self.policy)
         if phase == "decode":
             self.unrotated.pop(layer, None)
