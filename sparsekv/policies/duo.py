@@ -66,10 +66,17 @@ class Duo(Policy):
     def load(cls, path: str | Path, **settings: Any) -> Duo:
         """From a file that `save` wrote; `settings` replace those in it.
 
+        A .tsv is what the paper's authors publish (full_attention_heads.tsv): a line a layer, a
+        number a KV head.
+
         Raises:
             ValueError: a file that holds something else.
         """
-        data = json.loads(Path(path).read_text())
+        text = Path(path).read_text()
+        if Path(path).suffix == ".tsv":
+            lines = [line.split("\t") for line in text.splitlines() if line.strip()]
+            return cls(tuple(tuple(float(gate) for gate in line) for line in lines), **settings)
+        data = json.loads(text)
         if not isinstance(data, dict) or "gates" not in data:
             raise ValueError(f"expected a JSON object with gates in {path}, got something else")
         gates = tuple(tuple(float(gate) for gate in layer) for layer in data["gates"])

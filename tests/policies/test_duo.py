@@ -79,3 +79,6 @@ def test_save_and_load(tmp_path):
     file.write_text(json.dumps([1, 2]))
     with pytest.raises(ValueError, match="expected a JSON object with gates"):
         Duo.load(file)
+    published = tmp_path / "full_attention_heads.tsv"
+    published.write_text("".join("\t".join(map(str, layer)) + "\n" for layer in GATES))
+    assert Duo.load(published, sinks=5) == Duo(GATES, sinks=5)
