@@ -2,7 +2,9 @@
 
 `SUPPORT` is what the tests hold the library to: in each row a policy is "right" (it equals the
 reference, or itself without the feature) or "refused" (a ValueError "expected .., got .."). The
-table of the documentation is made from it (`support_table`).
+table of the documentation is made from it:
+
+    PYTHONPATH=tests python tests/zoo.py > docs/support.md
 """
 
 from __future__ import annotations
@@ -203,13 +205,30 @@ def check(reference: Any, loop: Any, ids: Tensor, last_only: bool = False) -> Te
     return expected[-1:].argmax(-1, keepdim=True)
 
 
-def support_table() -> str:
-    """`SUPPORT` of the policies that the library has, as Markdown; a refusal is a dash."""
+def support_page() -> str:
+    """`SUPPORT` of the policies that the library has, as the Markdown of docs/support.md."""
     sign = {"right": "✓", "refused": "–"}
-    rows = [["policy", *FEATURES], ["---"] * (1 + len(FEATURES))]
-    for name in (name for name in NAMES if name in POLICIES):
-        rows.append([f"`{name}`", *(sign[SUPPORT[name][feature]] for feature in FEATURES)])
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    rows = [["policy", *FEATURES, "tensor parallel"], ["---"] * (2 + len(FEATURES))]
+    for name in (name for name in POLICIES if name in SUPPORT):
+        row = [sign[SUPPORT[name][feature]] for feature in FEATURES]
+        parallel = {"local": "✓", "refused": "–"}[TENSOR_PARALLEL[name]]
+        rows.append([f"[`{name}`](policies.md#{name})", *row, parallel])
+    table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    words = "".join(f"- {name}: {text}\n" for name, text in FEATURES.items())
+    return f"{_PAGE_HEAD}\n{table}\n{words}- {_PARALLEL}\n"
+
+
+_PAGE_HEAD = """# What works with what
+
+Written by `PYTHONPATH=tests python tests/zoo.py` from the table that the tests hold the library to.
+
+✓ is right: every token, every kept key and the logits are those of an independent evictor (a dense
+cache, an explicit mask, float64), or of the same rows without the feature. – is refused: a
+`ValueError` that says why. Nothing is in between.
+"""
+_PARALLEL = (
+    "tensor parallel: a model that transformers shards by `tp_plan`; each rank evicts for its heads"
+)
 
 
 @contextmanager
@@ -220,3 +239,7 @@ def held_to(how: str) -> Iterator[None]:
             yield
     else:
         yield
+
+
+if __name__ == "__main__":
+    print(support_page(), end="")
