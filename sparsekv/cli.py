@@ -28,7 +28,7 @@ from sparsekv.demo import run_demo
 from sparsekv.generation import Run, encode, generate_shown
 from sparsekv.kernels._quant import check_kv_dtype
 from sparsekv.plotting import pyplot
-from sparsekv.policies import get_policy, resolve_budget
+from sparsekv.policies import Duo, get_policy, resolve_budget
 from sparsekv.progress import spinning
 
 HELP = {"help_option_names": ["-h", "--help"]}
@@ -54,6 +54,10 @@ Model = Annotated[
     typer.Option(help="Hugging Face id or local folder; without it, SmolLM2-135M-Instruct."),
 ]
 Policy = Annotated[str, typer.Option(help="A name that `sparsekv policies` lists.")]
+Gates = Annotated[
+    Path | None,
+    typer.Option(help="For duo: a file of gates, .json or the .tsv that its authors publish."),
+]
 Budget = Annotated[
     str,
     typer.Option(
@@ -138,6 +142,7 @@ def generate_command(
     model: Model = None,
     policy: Policy = "pyramid",
     budget: Budget = "512",
+    gates: Gates = None,
     prompt: Annotated[str | None, typer.Option(help="The prompt itself.")] = None,
     prompt_file: Annotated[
         Path | None, typer.Option(help="A UTF-8 text file with the prompt.", show_default=False)
@@ -157,7 +162,7 @@ def generate_command(
     ] = None,
 ) -> None:
     """Generate greedily from a prompt with a sparse KV cache."""
-    chosen, size = get_policy(policy), parse_budget(budget)
+    chosen, size = _policy(policy, gates), parse_budget(budget)
     text = _read_prompt(prompt, prompt_file)
     _check_before_work(max_new_tokens, json_file, kv_dtype)
     with spinning("loading the model"):
@@ -175,6 +180,13 @@ def generate_command(
         setting |= {"prompt_tokens": ids.shape[1], "max_new_tokens": max_new_tokens}
         runs = {"sparse": sparse.to_dict(), "dense": dense.to_dict() if dense else None}
         json_file.write_text(json.dumps(setting | runs, indent=2) + "\n", encoding="utf-8")
+
+
+def _policy(name: str, gates: Path | None) -> sparsekv.policies.Policy:
+    """The policy of that name with the gates of the file, if it is the one that takes gates."""
+    if gates is not None and name != Duo.name:
+        raise ValueError(f"expected --gates with --policy duo, got --policy {name}")
+    return get_policy(name) if gates is None else Duo.load(gates)
 
 
 def _check_before_work(max_new_tokens: int, json_file: Path | None, kv_dtype: str | None) -> None:
@@ -238,6 +250,7 @@ def policies(
 def show_kept_command(
     policy: Policy = "pyramid",
     budget: Budget = "512",
+    gates: Gates = None,
     model: Model = None,
     prompt: Annotated[
         Path | None, typer.Option(help="A UTF-8 text file; without it, the text of the demo.")
@@ -248,7 +261,7 @@ def show_kept_command(
     dtype: Dtype = "auto",
 ) -> None:
     """Draw which tokens of a prompt a policy keeps, layer by layer."""
-    chosen, size = get_policy(policy), parse_budget(budget)
+    chosen, size = _policy(policy, gates), parse_budget(budget)
     text = demo_prompt() if prompt is None else _read_prompt(None, prompt)
     pyplot("the picture")  # before the model is loaded
     if not out.parent.is_dir():
@@ -257,6 +270,27 @@ def show_kept_command(
         network, tokenizer = models.load(model, device, dtype)
     ids = encode(tokenizer, text, chat=False)
     print(show_kept.show_kept(network, tokenizer, ids, chosen, size, out, by_head=heads))
+
+
+@APP.command(epilog="Examples:\n\nsparsekv gates --texts report.txt --out gates.json")
+@user_errors
+def gates(
+    out: Annotated[Path, typer.Option(help="The JSON file to write.")],
+    texts: Annotated[
+        list[Path] | None, typer.Option(help="UTF-8 text files; without one, the demo's text.")
+    ] = None,
+    model: Model = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """Measure on texts which heads the policy duo may let stream, for --policy duo --gates."""
+    read = [_read_prompt(None, file) for file in texts or ()] or [demo_prompt()]
+    with spinning("loading the model"):
+        network, tokenizer = models.load(model, device, dtype)
+    with spinning("measuring the heads"):
+        duo = sparsekv.calibrate_duo(network, read, tokenizer=tokenizer)
+    duo.save(out)
+    print(f"written: {out}")
 
 
 @APP.command(epilog="Examples:\n\nsparsekv demo\n\nsparsekv demo --policy snapkv --budget 256")

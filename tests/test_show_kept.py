@@ -82,6 +82,20 @@ def test_command(folder: Path, tmp_path: Path) -> None:
     assert out.read_bytes().startswith(PNG)
 
 
+def test_duo_with_gates_measured_on_a_text(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    text, gates, out = (tmp_path / name for name in ("text.txt", "gates.json", "kept.png"))
+    text.write_text("ab" * 200)
+    measured = CliRunner().invoke(
+        cli.APP, ["gates", "--texts", str(text), "--out", str(gates), "--model", str(folder)]
+    )
+    assert measured.exit_code == 0, measured.output
+    where = ("--model", folder, "--device", "cpu", "--prompt", text, "--out", out)
+    result = call("--policy", "duo", "--gates", gates, "--budget", 24, *where)
+    assert result.exit_code == 0 and result.stdout.startswith("duo: "), result.output
+    assert out.read_bytes().startswith(PNG)
+
+
 def test_mistakes_are_one_line(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,6 +104,7 @@ def test_mistakes_are_one_line(
     mistakes = [
         (("--policy", "h3o"), "expected a Policy or one of full, "),
         (("--budget", "0"), "expected budget"),
+        (("--policy", "h2o", "--gates", "g.json"), "expected --gates with --policy duo, got"),
         (("--prompt", tmp_path / "absent.txt"), "absent.txt': No such file or directory"),
         (("--out", tmp_path / "no" / "kept.png"), "expected --out in a folder that exists"),
     ]
