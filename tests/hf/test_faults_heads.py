@@ -11,6 +11,7 @@ from reference_evictor import Reference
 from rig import EVICTING, POLICIES, Loop, greedy, kept, patched, prompt, slot_scores, tiny_llama
 
 import sparsekv
+from sparsekv.policies import AdaKV, SnapKV
 
 GROUPS = {"mha": (4, 4), "mqa": (4, 1), "group-16": (32, 2), "one-head": (1, 1)}
 
@@ -140,3 +141,16 @@ def test_b37_h2o_sums_are_those_of_the_matrix(model):
         for head in range(2):
             scores = slot_scores(loop.cache, layer, 0, head)
             assert scores == pytest.approx(reference.heads[layer][head], abs=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["mix", "safeguard"])
+@pytest.mark.parametrize("length, budget", [(40, 12), (40, 39), (41, 4), (23, 16)])
+def test_b21_head_wise_budgets_sum_exactly(length, budget, mode):
+    """Also where a head already holds every token, and where all scores are equal."""
+    model = tiny_llama()
+    for scorer in (SnapKV(window=2), SnapKV(window=1, kernel=31)):
+        sparsekv.patch(model, AdaKV(scorer, mode=mode), budget)
+        loop = Loop(model)
+        loop.feed(prompt(length))
+        counts = [len(head) for layer in loop.kept() for head in layer]
+        assert sum(counts) == 3 * 2 * budget and max(counts) <= length

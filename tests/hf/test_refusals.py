@@ -58,7 +58,7 @@ def mamba() -> PreTrainedModel:
     return transformers.MambaForCausalLM(config)
 
 
-def gemma3n() -> PreTrainedModel:
+def gemma3n() -> PreTrainedModel:  # B67
     return tiny(
         "Gemma3nTextConfig",
         num_kv_shared_layers=2, layer_types=["full_attention"] * 4, vocab_size_per_layer_input=128,
