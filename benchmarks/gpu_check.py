@@ -99,7 +99,7 @@ def small_policy(name: str) -> Policy:
 
 
 def ways(policy: Policy) -> Iterator[dict[str, Any]]:
-    """Arguments of `generate` for each way that a policy allows; one that prunes takes no chunks."""
+    """Arguments of `generate` for each way that a policy allows; what prunes takes no chunks."""
     yield {}
     if not policy.prunes:
         yield {"prefill_chunk_size": 33}

@@ -81,8 +81,8 @@ def model_shape(tiny: bool, model: LlamaForCausalLM | None = None) -> ModelShape
     """What policies plan by: of `model`, or of the run's whole one."""
     config = llama_config(tiny) if model is None else model.config
     heads = config.num_attention_heads
-    size = (config.num_hidden_layers, heads, config.num_key_value_heads)
-    return ModelShape(*size, head_dim=config.hidden_size // heads)
+    kv_heads = config.num_key_value_heads or heads
+    return ModelShape(config.num_hidden_layers, heads, kv_heads, config.hidden_size // heads)
 
 
 def patched(

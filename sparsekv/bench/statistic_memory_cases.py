@@ -30,6 +30,7 @@ from sparsekv.policies.features import (
     KeyNorm,
     KeySimilarity,
     ProjectedValueNorm,
+    ValueNorm,
 )
 from sparsekv.rope import Rotary
 from sparsekv.statistics import statistic
@@ -51,6 +52,7 @@ _FEATURES: dict[str, Feature] = {
     "group maximum of a window": GroupMaxWindow(8),
     "key anchor": KeyAnchor(),
     "key norms": KeyNorm(),
+    "value norms": ValueNorm(),
     "near-duplicates": KeySimilarity(),
 }
 
