@@ -11,16 +11,38 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import sparsekv
+from sparsekv.bench.policy_settings import setting
 from sparsekv.kernels._quant import KV_FORMATS
+from sparsekv.policies import (
+    RKV,
+    KeyDiff,
+    LayerSplit,
+    ModelShape,
+    Policy,
+    PyramidInfer,
+    Quest,
+)
 
 SMALL_PROMPT, SMALL_NEW, SMALL_BUDGET = 70, 6, 24
+SMALL_SHAPE = ModelShape(num_layers=2, num_heads=8, num_kv_heads=2, head_dim=128)
+# Policies whose defaults would do nothing in so few layers and steps.
+SMALL: dict[str, Policy] = {
+    "keydiff": KeyDiff(block=4),
+    "rkv": RKV(window=4, kernel=3, buffer=4),
+    "layersplit": LayerSplit(full_layers=1),
+    "quest": Quest(dense_layers=1),
+    "pyramidinfer": PyramidInfer(decay=0.5, min_context=4, recent=0.03, exceed=2),
+}
+DEEPER = 4  # layers where the first two see all of a prompt
 LONG_PROMPT, LONG_NEW, LONG_BUDGET = 600, 12, 300
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -46,25 +68,43 @@ def sanitizer(out: Path) -> None:
     _logged([*command, *script], out / "sanitizer.log")
 
 
-def small(out: Path) -> None:
+def small(out: Path, device: str = "cuda") -> None:
     """The workload of `sanitizer`; head_dim 128, so that prompts take the kernel of Hopper."""
-    size = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 128}
-    model = _llama(size | {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 512})
-    generator = torch.Generator("cuda").manual_seed(0)
-    ids = torch.randint(2, 500, (2, SMALL_PROMPT), device="cuda", generator=generator)
-    mask = torch.ones_like(ids)
-    mask[1, :21] = 0
-    # The others need a tokenizer, or prompts of one length: tests/hf/test_special_gpu.py.
-    names = [name for name in sparsekv.POLICIES if name not in ("kvzip", "pyramidinfer")]
-    cases = [(name, None) for name in names] + [("h2o", form) for form in KV_FORMATS]
-    for name, kv_dtype in cases:
-        sparsekv.patch(model, name, SMALL_BUDGET, kv_dtype=kv_dtype)
-        for extra in ({}, {"prefill_chunk_size": 33}, {"num_beams": 2}):
+    size = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 128, "vocab_size": 512}
+    heads = {"num_attention_heads": SMALL_SHAPE.num_heads}
+    heads |= {"num_key_value_heads": SMALL_SHAPE.num_kv_heads}
+    depths = {depth: {"num_hidden_layers": depth} for depth in (SMALL_SHAPE.num_layers, DEEPER)}
+    models = {depth: _llama(size | heads | layers, device) for depth, layers in depths.items()}
+    generator = torch.Generator(device).manual_seed(0)
+    ids = torch.randint(2, 500, (2, SMALL_PROMPT), device=device, generator=generator)
+    padded = torch.ones_like(ids)
+    padded[1, :21] = 0
+    policies = [(small_policy(name), None) for name in sparsekv.POLICIES]
+    for policy, kv_dtype in policies + [(small_policy("h2o"), form) for form in KV_FORMATS]:
+        model = models[DEEPER if policy.prunes else SMALL_SHAPE.num_layers]
+        mask = torch.ones_like(ids) if policy.prunes else padded
+        sparsekv.patch(model, policy, SMALL_BUDGET, kv_dtype=kv_dtype)
+        for extra in ways(policy):
             model.generate(
                 ids, attention_mask=mask, max_new_tokens=SMALL_NEW, do_sample=False, **extra
             )
-        torch.cuda.synchronize()
-        print(f"{name} {kv_dtype or ''}: done", flush=True)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        print(f"{policy.name} {kv_dtype or ''}: done", flush=True)
+
+
+def small_policy(name: str) -> Policy:
+    """A policy by name, ready to run on the model of `small`."""
+    return SMALL.get(name) or setting(name, SMALL_SHAPE, SMALL_PROMPT, SMALL_BUDGET).policy
+
+
+def ways(policy: Policy) -> Iterator[dict[str, Any]]:
+    """Arguments of `generate` for each way that a policy allows; what prunes takes no chunks."""
+    yield {}
+    if not policy.prunes:
+        yield {"prefill_chunk_size": 33}
+    if "beams" not in policy.refuses:
+        yield {"num_beams": 2}
 
 
 def precision(out: Path) -> None:
@@ -109,10 +149,10 @@ def _forced(model: LlamaForCausalLM, draw: Tensor, **kwargs: bool) -> Tensor:
     return torch.cat(output.logits).float()
 
 
-def _llama(size: dict) -> LlamaForCausalLM:
+def _llama(size: dict, device: str = "cuda") -> LlamaForCausalLM:
     config = LlamaConfig(**size, max_position_embeddings=131_072, eos_token_id=None, pad_token_id=0)
     torch.manual_seed(0)
-    with torch.device("cuda"):
+    with torch.device(device):
         return LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
 
 

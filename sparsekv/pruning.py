@@ -87,14 +87,19 @@ def _prompt(
     _write(state, layer, k, v)
     last = layer + 1 == len(pruning.counts)
     if not last and pruning.counts[layer + 1] < tokens:
-        weights = torch.zeros(batch, tokens)
-        weights[:, -pruning.tail :] = policy.weights(pruning.tail)
+        weights = torch.zeros(batch, tokens, device=k.device)
+        weights[:, -pruning.tail :] = _tail_weights(part, policy, pruning.tail, k.device)
         columns = column_scores(
             flat_q, flat_k, lse, *lengths, rows=pruning.tail, group="layer_mean",
-            row_weights=weights.flatten().to(k.device, non_blocking=True), **how,
+            row_weights=weights.flatten(), **how,
         )[:, 0]  # fmt: skip
         _choose(pruning, layer, columns.float(), policy.sinks)
     return out.unflatten(0, (batch, tokens))
+
+
+def _tail_weights(part: Part, policy: PyramidInfer, tail: int, device: torch.device) -> Tensor:
+    """Weights of the tail's rows, fp32 [tail]; uploaded once a prompt, so no layer waits for it."""
+    return part.once(("tail", device), lambda: upload(policy.weights(tail).numpy(), device))
 
 
 def _write(state: SparseState, layer: int, k: Tensor, v: Tensor) -> None:

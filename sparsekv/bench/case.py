@@ -28,10 +28,12 @@ class Round:
     """What one round of a contender measured itself (measure="samples").
 
     values: one or more samples in the case's unit. extra: other figures of the same run, by name.
+    note: what else is to be said about them.
     """
 
     values: tuple[float, ...]
     extra: dict[str, float] = field(default_factory=dict)
+    note: str = ""
 
 
 @dataclass
@@ -133,7 +135,7 @@ class Case:
     measure: CUDA events, a CUDA graph, or samples that the contender takes itself.
     bytes, flops: of one call of ours. roof: the ceiling that bounds it.
     versus: `name` of an earlier case; metric "share" is our time over its time.
-    rounds: at most so many, whatever the context says.
+    rounds: at most so many, whatever the context says. about: the settings of ours, in words.
     """
 
     what: str
@@ -151,6 +153,7 @@ class Case:
     target: Target | None = None
     versus: str | None = None
     rounds: int | None = None
+    about: str = ""
 
     @property
     def name(self) -> str:

@@ -19,8 +19,9 @@ SELECTIONS = {
     "decode": "Paged decode attention, with and without probabilities, kept parts.",
     "prefill": "Prefill attention with its log-sum-exp, window scores, scores of all rows.",
     "cache": "Append, compact, top-k.",
-    "statistics": "What some policies score with: noisy sums, projected values, near-duplicates.",
-    "generate": "Time to the first token and a token of `generate`, every policy.",
+    "statistics": "What policies score with: time of some of it, peak memory of all.",
+    "generate": "Time to the first token and a token of `generate`, time a token by context.",
+    "policies": "Every policy on one long prompt: prefill, time a token, KV memory, peak.",
     "memory": "KV memory after prefill, peak, longest prompt in 24 GiB.",
 }
 _EXAMPLES = (
@@ -159,7 +160,7 @@ def _tell(row: Row) -> None:
     figures += [f"{row.tbs:.2f} TB/s"] if row.tbs is not None else []
     figures += [f"{row.roof:.0%} of the ceiling"] if row.roof is not None else []
     figures += [f"{key} {value:.4g}" for key, value in row.extra.items()]
-    figures += [row.reason] if row.reason else []
+    figures += [text for text in (row.reason, row.about) if text]
     figures += [f"target {row.target}: {row.met}"] if row.met else []
     print(f"{row.case} | {row.contender} | {' | '.join(figures)}", flush=True)
 

@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteria, Stoppi
 import sparsekv
 from sparsekv.bench.case import Context
 from sparsekv.bench.timing import synchronize
+from sparsekv.policies import ModelShape, Policy
 
 _SIZE: dict[str, Any] = {
     "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
@@ -26,6 +27,7 @@ _TINY: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300,
     "max_position_embeddings": 4096,
 }  # fmt: skip
+_FIRST_LAYERS = 4  # of a shallow twin; some policies leave the first three alone
 
 
 def llama_config(tiny: bool) -> LlamaConfig:
@@ -63,8 +65,28 @@ def twin(context: Context, key: str) -> LlamaForCausalLM:
     return context.once(f"twin {key}", make)
 
 
+def shallow_twin(context: Context) -> LlamaForCausalLM:
+    """The first layers alone, on the same weights: runs every kernel at a fraction of the time."""
+
+    def make() -> LlamaForCausalLM:
+        model = twin(context, "shallow")
+        model.model.layers = model.model.layers[:_FIRST_LAYERS]
+        model.config.num_hidden_layers = len(model.model.layers)
+        return model
+
+    return context.once("shallow", make)
+
+
+def model_shape(tiny: bool, model: LlamaForCausalLM | None = None) -> ModelShape:
+    """What policies plan by: of `model`, or of the run's whole one."""
+    config = llama_config(tiny) if model is None else model.config
+    heads = config.num_attention_heads
+    kv_heads = config.num_key_value_heads or heads
+    return ModelShape(config.num_hidden_layers, heads, kv_heads, config.hidden_size // heads)
+
+
 def patched(
-    context: Context, variant: dict[str, Any], policy: str, budget: int | float
+    context: Context, variant: dict[str, Any], policy: str | Policy, budget: int | float
 ) -> LlamaForCausalLM:
     """The variant's twin under `sparsekv.patch(model, policy, budget, **variant)`.
 

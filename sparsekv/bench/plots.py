@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from sparsekv.bench.context_cases import BY_CONTEXT
 from sparsekv.bench.memory_cases import BY_LENGTH
-from sparsekv.bench.policy_cases import BY_CONTEXT
 from sparsekv.bench.results import Results, Row
 from sparsekv.plotting import pyplot
 

@@ -1,102 +1,104 @@
-"""`generate` on long prompts, once each: every policy, and time a token against context."""
+"""Every policy on one long prompt: prefill, time a token, what is cached, the peak.
+
+One process, one set of weights, nothing compiled by torch. What a policy needs compiled by Triton
+is compiled on the model's first layers, at the full length, so that a whole prompt runs once only.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 import sparsekv
-from sparsekv.bench.case import Case, Context, Factory, Round, Shape
-from sparsekv.bench.generate_cases import TINY_VARIANTS, VARIANTS
-from sparsekv.bench.llama import generate, patched, prompt, token_ms, twin
-from sparsekv.hf.compat import output_cache
+from sparsekv.bench.case import Case, Context, Factory, Round, Shape, name_of
+from sparsekv.bench.llama import generate, model_shape, patched, prompt, shallow_twin, twin
+from sparsekv.bench.policy_settings import Setting, compression_interval, setting
+from sparsekv.bench.policy_table import GROUP
+from sparsekv.bench.whole import Whole, measured
+from sparsekv.policies import ModelShape
 
-BY_CONTEXT = "time a token by context"
-_CONTEXTS, _TINY_CONTEXTS = (4000, 8000, 16000, 32000), (48, 96)
-_BUDGET, _TINY_BUDGET = 2048, 24
-# Its tail alone is a fifth of the prompt, whatever the budget.
-_OWN_BUDGET = "pyramidinfer"
-_MARKS, _TINY_MARKS = (1, 17, 49), (1, 3, 5)
+_WHAT = "every policy"
+_TOKENS, _TINY_TOKENS = 32000, 96
+_BUDGET, _TINY_BUDGET = 1024, 24
+# The first steps compile and capture; the time is that of the others.
+_SETTLING, _STEPS = 4, 32
+_TINY_MARKS = (1, 3, 5)
+_LONGEST_INTERVAL = 150
+_BASE = "full"
 
 
 def policy_cases(tiny: bool) -> list[Case]:
-    """Contexts, then the policies on the longest of them."""
-    contexts = _TINY_CONTEXTS if tiny else _CONTEXTS
-    return [
-        *(_context(tiny, tokens) for tokens in contexts),
-        *(_policy(tiny, name, contexts[-1]) for name in sparsekv.POLICIES if _has_default(name)),
-    ]
+    """All of `sparsekv.POLICIES`, in its order."""
+    return [_case(tiny, name) for name in sorted(sparsekv.POLICIES, key=lambda n: n != _BASE)]
 
 
-def _has_default(name: str) -> bool:
-    """Whether a policy runs by its name and our budget, without gates, a tokenizer or the like."""
-    try:
-        sparsekv.POLICIES[name]().ready()
-    except ValueError:
-        return False
-    return name != _OWN_BUDGET
+def _chosen(tiny: bool, name: str, shape: ModelShape) -> Setting:
+    tokens, budget = (_TINY_TOKENS, _TINY_BUDGET) if tiny else (_TOKENS, _BUDGET)
+    return setting(name, shape, tokens, budget)
 
 
-def _budget(tiny: bool) -> int:
-    return _TINY_BUDGET if tiny else _BUDGET
-
-
-def _context(tiny: bool, tokens: int) -> Case:
-    budget = _budget(tiny)
-    sparse = {f"ours_snapkv_{budget}": _ours("snapkv", budget), "hf_dynamic": _dense}
-    return _case(BY_CONTEXT, {"B": 1, "S": tokens}, _ours("full", budget), sparse)
-
-
-def _policy(tiny: bool, name: str, tokens: int) -> Case:
-    budget = _budget(tiny)
-    shape: Shape = {"policy": name, "B": 1, "S": tokens, "budget": budget}
-    return _case("time a token by policy", shape, _ours(name, budget), {"hf_dynamic": _dense})
-
-
-def _case(what: str, shape: Shape, ours: Factory, peers: dict[str, Factory]) -> Case:
+def _case(tiny: bool, name: str) -> Case:
+    tokens, chosen = _TINY_TOKENS if tiny else _TOKENS, _chosen(tiny, name, model_shape(tiny))
+    base: Shape = {"policy": _BASE, "B": 1, "S": tokens}
     return Case(
-        what, "generate", shape, lambda context: prompt(context, 1, int(shape["S"])), ours, peers,
-        measure="samples", rounds=1,
-    )  # fmt: skip
+        _WHAT,
+        GROUP,
+        {"policy": name, "B": 1, "S": tokens},
+        lambda context: prompt(context, 1, tokens),
+        _ours(name),
+        {"hf_dynamic": _dense},
+        measure="samples",
+        versus=None if name == _BASE else name_of(_WHAT, base),
+        rounds=1,
+        about=chosen.about,
+    )
 
 
-def _ours(policy: str, budget: int) -> Factory:
+def _ours(name: str) -> Factory:
     def factory(ids: torch.Tensor, context: Context) -> Callable[[], Round]:
-        variant = (TINY_VARIANTS if context.tiny else VARIANTS)["ours"]
-        # Patched anew for every run: contenders of a case share the model.
-        return _whole(lambda: patched(context, variant, policy, budget), ids, context)
+        return lambda: _round(name, ids, context)
 
     return factory
 
 
+def _round(name: str, ids: torch.Tensor, context: Context) -> Round:
+    """Milliseconds to the first token; beside them the other figures."""
+    first = shallow_twin(context)
+    small = _chosen(context.tiny, name, model_shape(context.tiny, first))
+    generate(sparsekv.patch(first, small.policy, small.budget), ids, (3,))  # compile
+    shape = model_shape(context.tiny)
+    chosen = _chosen(context.tiny, name, shape)
+    interval = compression_interval(chosen.policy, shape, ids.shape[1], chosen.budget)
+    marks = _TINY_MARKS if context.tiny else step_marks(interval)
+    note = "" if interval is None or interval <= _LONGEST_INTERVAL else "no cut among the steps"
+    return _as_round(measured(patched(context, {}, chosen.policy, chosen.budget), ids, marks), note)
+
+
+def step_marks(interval: int | None) -> tuple[int, ...]:
+    """When to look at the clock: after the first token, when all is compiled, at the end.
+
+    interval: steps between two compressions. The time then holds one of them, not the first, for
+    which kernels are compiled; unless that takes too many steps.
+    """
+    settling, steps = _SETTLING, _STEPS
+    if interval is not None and interval <= _LONGEST_INTERVAL:
+        settling, steps = interval + _SETTLING, interval
+    return 1, 1 + settling, 1 + settling + steps
+
+
 def _dense(ids: torch.Tensor, context: Context) -> Callable[[], Round]:
-    run = _whole(lambda: twin(context, "hf_dynamic"), ids, context)
-    # The same beside every policy, so it runs once a length.
+    def run() -> Round:
+        model = twin(context, "hf_dynamic")
+        generate(model, ids, (3,))
+        return _as_round(measured(model, ids, _TINY_MARKS if context.tiny else step_marks(None)))
+
+    # The same beside every policy, so it runs once.
     return lambda: context.once(f"dense {ids.shape[1]}", run)
 
 
-def _whole(model_of: Callable[[], Any], ids: torch.Tensor, context: Context) -> Callable[[], Round]:
-    """Time a token; beside it time to the first, the peak over the weights, the cache's report."""
-    marks = _TINY_MARKS if context.tiny else _MARKS
-
-    def run() -> Round:
-        model = model_of()
-        generate(model, ids, (3,))  # compile
-        if context.on_gpu:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated() if context.on_gpu else 0
-        times, output = generate(model, ids, marks, return_dict_in_generate=True)
-        extra = {"ttft_ms": times[0]}
-        if context.on_gpu:
-            extra["peak_mib"] = (torch.cuda.max_memory_allocated() - before) / 2**20
-        cache = output_cache(output)
-        if isinstance(cache, sparsekv.SparseCache):
-            report = cache.report().to_dict()
-            extra |= {key: report[key] for key in ("kv_bytes", "dense_bytes", "metadata_bytes")}
-            extra["kept_mean"] = report["kept"]["mean"]
-        return Round(token_ms(times, marks), extra)
-
-    return run
+def _as_round(found: Whole, note: str = "") -> Round:
+    count = len(found.warnings)
+    said = f"{count} warning{'s' if count > 1 else ''}: {found.warnings[0]}" if count else ""
+    figures = {"token_ms": found.token_ms[-1], **found.figures()}
+    return Round((found.ttft_ms,), figures, "; ".join(text for text in (note, said) if text))

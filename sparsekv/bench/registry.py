@@ -6,12 +6,14 @@ from fnmatch import fnmatch
 
 from sparsekv.bench.cache_cases import cache_cases
 from sparsekv.bench.case import Case
+from sparsekv.bench.context_cases import context_cases
 from sparsekv.bench.decode_cases import decode_cases
 from sparsekv.bench.generate_cases import generate_cases
 from sparsekv.bench.memory_cases import longest_cases, memory_cases
 from sparsekv.bench.policy_cases import policy_cases
 from sparsekv.bench.prefill_cases import prefill_cases
 from sparsekv.bench.statistic_cases import statistic_cases
+from sparsekv.bench.statistic_memory_cases import statistic_memory_cases
 
 # Groups come in pieces: the targets first, long runs that only describe last.
 MAKERS = (
@@ -19,9 +21,11 @@ MAKERS = (
     ("prefill", prefill_cases),
     ("cache", cache_cases),
     ("statistics", statistic_cases),
+    ("statistics", statistic_memory_cases),
     ("generate", generate_cases),
     ("memory", memory_cases),
-    ("generate", policy_cases),
+    ("generate", context_cases),
+    ("policies", policy_cases),
     ("memory", longest_cases),
 )
 GROUPS = tuple(dict.fromkeys(group for group, _ in MAKERS))

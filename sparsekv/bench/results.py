@@ -25,6 +25,7 @@ class Row:
     tflops, tbs: what ours does per second (a peer: the same work in its time).
     roof: fraction of the measured ceiling. ratio: how many times better ours is than this peer.
     met: of ours, "yes", "no", "stretch" or "unknown: why". extra: other figures of the same run.
+    about: of ours, its settings; then what the rounds had to say.
     """
 
     case: str
@@ -46,6 +47,7 @@ class Row:
     target: str = ""
     met: str = ""
     extra: dict[str, float] = field(default_factory=dict)
+    about: str = ""
 
 
 def blank(case: Case, contender: str, status: str, reason: str = "") -> Row:
@@ -53,7 +55,7 @@ def blank(case: Case, contender: str, status: str, reason: str = "") -> Row:
     wanted = case.target.text if case.target and contender == "ours" else ""
     return Row(
         case.name, case.group, case.what, dict(case.shape), contender, status, reason,
-        unit=case.unit, target=wanted,
+        unit=case.unit, target=wanted, about=case.about if contender == "ours" else "",
     )  # fmt: skip
 
 
@@ -69,6 +71,8 @@ def fill(
     row.low, row.high = min(values), max(values)
     for one in rounds:
         row.extra |= one.extra
+    notes = dict.fromkeys([row.about, *(one.note for one in rounds)])
+    row.about = "; ".join(note for note in notes if note)
     if case.unit != "ms" or row.value <= 0:
         return
     if case.flops is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from sparsekv.bench.policy_table import GROUP, policy_table
 from sparsekv.bench.results import MEASURED, Results, Row
 
 BEGIN = "<!-- sparsekv bench table: begin -->"
@@ -23,8 +24,11 @@ def tables(results: Sequence[Results]) -> str:
     for rows in chosen.values():
         kinds.setdefault(f"{rows[0].group}: {rows[0].what}", []).append(rows)
     parts = [_sources(results)]
-    parts += [f"### {kind}\n\n{_table(cases)}" for kind, cases in kinds.items()]
-    absent = _absent(row for rows in chosen.values() for row in rows)
+    for kind, cases in kinds.items():
+        own = policy_table if cases[0][0].group == GROUP else _table
+        parts.append(f"### {kind}\n\n{own(cases)}")
+    # The policies' own table has the reasons.
+    absent = _absent(row for rows in chosen.values() for row in rows if row.group != GROUP)
     if absent:
         parts.append("### Not measured\n\n" + absent)
     return "\n\n".join(parts)

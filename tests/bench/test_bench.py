@@ -24,6 +24,7 @@ from sparsekv.bench.attention_inputs import paged
 from sparsekv.bench.case import Case, Condition, Context, Missing, Round, target
 from sparsekv.bench.memory_cases import longest
 from sparsekv.bench.runner import Run
+from sparsekv.bench.statistic_memory_cases import PEAK
 
 CPU = torch.device("cpu")
 
@@ -57,7 +58,7 @@ def test_every_contender_leaves_a_row(quick: tuple[Path, Result]) -> None:
             assert row.value is not None and row.value > 0 and row.low <= row.value <= row.high
         else:
             assert row.reason and row.value is None
-        if row.contender == "ours" and not row.what.startswith("longest prompt"):
+        if row.contender == "ours" and not row.what.startswith(("longest prompt", PEAK)):
             assert row.status == results.MEASURED, row.case
 
 
@@ -69,6 +70,7 @@ def test_missing_peers_are_told(quick: tuple[Path, Result]) -> None:
         ("prefill attention", "sdpa_cudnn"),
         ("time a token", "vllm"),
         ("time to first token", "kvpress"),
+        (PEAK, "ours"),
     ]:
         row = found[key]
         assert row.status == results.MISSING and "needs a CUDA device" in row.reason
@@ -113,6 +115,7 @@ def test_table_of_a_run(quick: tuple[Path, Result], tmp_path: Path) -> None:
         assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
         assert text.count(table.BEGIN) == 1
     assert "### prefill: window scores" in text and "commit abc123" in text
+    assert "| policy | settings | prefill ms | ratio to dense | ms a token |" in text
     assert "| what | shape | ours | flashinfer_tc |" in text
     assert "flashinfer_tc: missing in" in text
     widths = {
@@ -330,6 +333,7 @@ def test_registry_has_the_targets_of_the_issue() -> None:
     assert counts["time a token"] == 3 and counts["append one token"] == 2
     assert {"compact, half kept", "top-k", "KV after prefill"} <= set(counts)
     assert any(what.startswith("longest prompt in 24 GiB") for what in counts)
+    assert counts[PEAK] == len([case for case in cases if case.what == PEAK])
 
 
 # ---------------------------------------------------------------------- parts

@@ -307,3 +307,19 @@ def test_models_with_windows_are_refused(family):
     with pytest.raises(ValueError, match="full-attention layers only to prune hidden states"):
         sparsekv.patch(model, policy(), 12)
     assert (model.config._attn_implementation, set(model.__dict__)) == before
+
+
+def test_row_weights_are_made_once_a_prompt(monkeypatch):
+    """Several layers prune; none waits for an upload of its own."""
+    made, weights = [], PyramidInfer.weights
+
+    def counted(self, rows):
+        made.append(rows)
+        return weights(self, rows)
+
+    monkeypatch.setattr(PyramidInfer, "weights", counted)
+    model = sparsekv.patch(llama(), policy(), 10)
+    made.clear()
+    for tokens in (30, 40):
+        greedy(model, prompt(tokens), new=2)
+    assert made == [policy().tail(tokens) for tokens in (30, 40)]
