@@ -295,10 +295,10 @@ def test_evict_moves_bytes_and_scales(name: str, run) -> None:
     before = by_position(
         pool, torch.arange(cache.k.shape[2], device=DEVICE) < cache.lens[..., None]
     )
-    full = torch.full((2,), 16, dtype=torch.int32, device=DEVICE)
+    full = torch.full((2, 2), 16, dtype=torch.int32, device=DEVICE)
     run(
         *cache.pool, cache.block_table, cache.lens, action="drop", by="position",
-        current=full * 100, budget=full, sinks=full * 0, recent=full * 0, **pool.scales,
+        current=full[:, 0] * 100, budget=full, sinks=full * 0, recent=full * 0, **pool.scales,
     )  # fmt: skip
     after = by_position(pool, torch.arange(cache.k.shape[2], device=DEVICE) < cache.lens[..., None])
     assert cache.lens.tolist() == [[19, 32], [16, 16]]
