@@ -47,10 +47,18 @@ def line(case: Case, rows: list[dict[str, str]]) -> str:
         told = f"{least(rows, 'told_share')}, {whole(rows, 'told_heads')} heads"
     elif case.why:
         told = f"layer 0 alone: {least(rows, 'lowest')}"
-    ours = f"`{words(case.policy)}`"
+    ours = f"`{words(case.policy)}`".replace(f"block={rows[0]['tokens']}", "block=T")
     if case.told is not None and type(case.told).__module__ != deviations.__name__:
         told += f"; `{difference(case.policy, case.told)}`"
-    cells = (f"`{press(case.press)}`", ours, same, f"{heads} of {total}", told, why(case, rows))
+    few = "" if case.budget is None else f", C = {case.budget}"
+    cells = (
+        f"`{press(case.press)}`{few}",
+        ours,
+        same,
+        f"{heads} of {total}",
+        told,
+        why(case, rows),
+    )
     return f"| {' | '.join(cells)} |"
 
 
