@@ -178,8 +178,12 @@ def generate_command(
         setting = {"model": model or models.PACKAGE, "policy": policy, "budget": size}
         setting |= {"device": str(network.device), "dtype": str(network.dtype)}
         setting |= {"prompt_tokens": ids.shape[1], "max_new_tokens": max_new_tokens}
-        runs = {"sparse": sparse.to_dict(), "dense": dense.to_dict() if dense else None}
-        json_file.write_text(json.dumps(setting | runs, indent=2) + "\n", encoding="utf-8")
+        _write_json(json_file, setting, sparse, dense)
+
+
+def _write_json(file: Path, setting: dict[str, Any], sparse: Run, dense: Run | None) -> None:
+    runs = {"sparse": sparse.to_dict(), "dense": dense.to_dict() if dense else None}
+    file.write_text(json.dumps(setting | runs, indent=2) + "\n", encoding="utf-8")
 
 
 def _policy(name: str, gates: Path | None) -> sparsekv.policies.Policy:

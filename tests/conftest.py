@@ -22,6 +22,13 @@ settings.register_profile("gpu", parent=settings.get_profile("ci"), max_examples
 settings.load_profile("gpu" if HAS_GPU else "ci")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """What only a developer's machine has."""
+    parser.addoption(
+        "--kvpress-python", help="a Python (or a script that starts one) that has kvpress 0.5.5"
+    )
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Without a CUDA device, tests marked gpu are skipped."""
     if not HAS_GPU:

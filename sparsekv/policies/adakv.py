@@ -20,7 +20,8 @@ Defaults: SnapKV(32, 7, max) as published; floor 0.2, which the authors advise f
 LongBench runs use (0.5 in the README); normalise is off in their runs.
 
 Not reproduced: totals lost to floor and round (official); batch size 1; budgets frozen at the first
-prompt; kvpress masks the keys by a synthetic one and frees nothing.
+prompt; kvpress counts protected tokens in its safeguard, masks keys by a synthetic one and frees
+nothing.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ nothing was scored by the question.
 The passes cost about two further prefills. They need the tokenizer, and its chat template matters:
 without it the published scores fall far. `chunk` is the paper's, sinks=4 is kvpress's (the official
 code keeps the system prompt). Not reproduced: the official threshold keeps one key fewer than asked
-and drops ties, its softmax is in bf16.
+and drops ties, its softmax is in bf16; kvpress never scores the head of the chat template, and asks
+for later chunks without the space after "starting with".
 """
 
 from __future__ import annotations

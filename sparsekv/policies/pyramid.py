@@ -12,7 +12,8 @@ so spends up to 27 % more than C, and falls back to equal layers below 2 (C - w)
 comparison with published numbers. Whenever the layers come out equal, a warning says so.
 
 Not reproduced: one cache per query head; budgets frozen at the first prompt (Ada-KV's port);
-budgets that round to 0 and a division by zero for one layer (kvpress).
+budgets that include the window in the ramp, and fall back to equal layers wherever the highest
+would keep less than the window (kvpress).
 """
 
 from __future__ import annotations
