@@ -99,7 +99,7 @@ def test_ranks_that_share_among_their_own_heads(policy: str, ranks: list[dict[st
 def test_heads_that_decide_together_are_refused(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert rank["together"]["error"].startswith(
-            "expected a model on one device for policy 'chunked', whose heads of a layer decide"
+            "expected a model on one device for policy 'chunked', which has to know all heads"
         )
 
 
