@@ -60,7 +60,7 @@ def compress(state: SparseState, layer: int, seen: np.ndarray) -> None:
     """
     (store, local), own = state.store(layer), state.ordinal[layer]
     if not state.steady:  # it writes slots that a fork may share
-        store.ensure(np.array([local]), np.zeros_like(store.lens[:1]), np.array([True]))
+        store.unshare(local)
     held, ring = HeldKeys.of(store, local), state.rings[layer]
     newest = upload((seen - 1).astype(np.int32), held.order.device)
 

@@ -186,7 +186,7 @@ def cut(state: SparseState, layer: int) -> None:
     store, local = state.store(layer)
     keep = policy.generated(layer, len(pruning.counts))
     if not state.steady:  # it writes slots that a fork may share
-        store.ensure(np.array([local]), np.zeros_like(store.lens[:1]), np.array([True]))
+        store.unshare(local)
     positions, lens = store.view(local, "positions"), store.seqlens[local]
     slot = torch.arange(positions.shape[-1], device=lens.device)
     start = pruning.tokens - 1 + ready - size

@@ -70,6 +70,11 @@ class PagedKVCache:
             first = np.where(rewrites[:, None, None], 0, lens // size)
             self._unshare(layers, first)
 
+    def unshare(self, layer: int) -> None:
+        """Give a layer's heads pages of their own, before slots that exist are written."""
+        if self.pool.has_shared:
+            self._unshare(np.array([layer]), np.zeros_like(self.lens[:1]))
+
     def _widen(self, width: int) -> None:
         extra = width - self.table.shape[-1]
         self.table = np.pad(self.table, [(0, 0)] * 3 + [(0, extra)])

@@ -27,13 +27,26 @@ from sparsekv.rope import SinkShift
 from sparsekv.state import SparseState
 
 
-class SparseLayer(CacheLayerMixin):
-    """One layer of a `SparseCache`. Holds no tensors; the state does."""
+class PassingLayer(CacheLayerMixin):
+    """A cache layer that hands K and V on to the attention function and holds no tensors."""
 
     is_sliding = False  # our mask is the padding mask in sliding layers too
     is_compileable = False
-    is_croppable = True
+    is_croppable = False
     supports_early_init = False
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to find."""
+
+    def get_max_length(self) -> int:
+        """No maximum."""
+        return -1
+
+
+class SparseLayer(PassingLayer):
+    """One layer of a `SparseCache`; the state has the tensors."""
+
+    is_croppable = True
 
     def __init__(self, state: SparseState, layer: int) -> None:
         super().__init__()
@@ -76,10 +89,6 @@ class SparseLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(columns, the mark of our caches)."""
         return self.get_seq_length() + query_length, OWN_CACHE
-
-    def get_max_length(self) -> int:
-        """No maximum."""
-        return -1
 
     def reset(self) -> None:
         """Nothing of its own; `SparseCache.reset` resets the state."""

@@ -12,32 +12,23 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin
 
 from sparsekv.device import device_of
 from sparsekv.headwise import Scores
 from sparsekv.hf.attention import KEY_MARK, OWN_CACHE
-from sparsekv.hf.cache import SparseCache
+from sparsekv.hf.cache import PassingLayer, SparseCache
 from sparsekv.hf.compat import cache_key
 from sparsekv.policies import KVzip, resolve_budget
 from sparsekv.probing import Probe, drop_keys, keep_best
 from sparsekv.state import SparseState
 
 
-class ProbeLayer(CacheLayerMixin):
+class ProbeLayer(PassingLayer):
     """One layer of a `ProbeCache`."""
-
-    is_sliding = False
-    is_compileable = False
-    is_croppable = False
-    supports_early_init = False
 
     def __init__(self, probe: Probe, layer: int) -> None:
         super().__init__()
         self.probe, self.layer = probe, layer
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to find."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -66,10 +57,6 @@ class ProbeLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(columns, the mark of our caches)."""
         return self.get_seq_length() + query_length, OWN_CACHE
-
-    def get_max_length(self) -> int:
-        """No maximum."""
-        return -1
 
 
 class ProbeCache(Cache):

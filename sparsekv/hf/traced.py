@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 from transformers import Cache, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin
 
 from sparsekv.headwise import Scores
 from sparsekv.hf.attention import TRACED_CACHE
-from sparsekv.hf.cache import SparseCache, SparseLayer
+from sparsekv.hf.cache import PassingLayer, SparseCache, SparseLayer
 from sparsekv.hf.compat import cache_key
 
 _RUNNING: ContextVar[SparseCache] = ContextVar("the cache of the compiled forward that runs")
@@ -61,16 +60,8 @@ def _empty_output(q: Tensor, *args: Any) -> Tensor:
     return q.new_empty(batch, tokens, heads, head_dim)
 
 
-class TracedLayer(CacheLayerMixin):
+class TracedLayer(PassingLayer):
     """One layer of a `TracedCache`."""
-
-    is_sliding = False
-    is_compileable = False
-    is_croppable = False
-    supports_early_init = False
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to find."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -85,10 +76,6 @@ class TracedLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(a constant, the mark of this cache)."""
         return query_length, TRACED_CACHE
-
-    def get_max_length(self) -> int:
-        """No maximum."""
-        return -1
 
 
 class TracedCache(Cache):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from reference_evictor import Reference
+from reference import Reference
 from rig import (
     EVICTING,
     POLICIES,

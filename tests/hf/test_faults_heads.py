@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from reference_evictor import Reference
+from reference import Reference
 from rig import EVICTING, POLICIES, Loop, greedy, kept, patched, prompt, slot_scores, tiny_llama
 
 import sparsekv

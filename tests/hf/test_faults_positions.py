@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from reference_evictor import Reference
+from reference import Reference
 from rig import EVICTING, POLICIES, Loop, greedy, patched, prompt, slot_scores, tiny_llama
 
 import sparsekv

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from reference_evictor import Reference
+from reference import Reference
 from rig import POLICIES, Loop, greedy, left_padded, prompt, tiny_llama
 from torch import Tensor
 

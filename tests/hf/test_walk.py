@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from reference_evictor import Reference
+from reference import Reference
 from rig import Loop, left_padded, tiny_llama
 from torch import Tensor
 

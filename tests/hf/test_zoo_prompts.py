@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES, build
-from reference_evictor import Reference
+from reference import Reference
 from rig import Loop, greedy, kept, left_padded, prompt, tiny_llama
 from transformers import DynamicCache
 
