@@ -157,6 +157,9 @@ def _remembered(state: SparseState, layer: int, part: Part) -> Remembered:
 class _Asked:
     """What a policy asks about the keys of one layer in one forward, answered on demand.
 
+    Refers to nothing that refers back to it: a cycle would hold the queries and keys of every
+    layer of a prompt until Python's next garbage collection.
+
     pads: int [B] columns before the first key of each row.
     """
 
@@ -175,10 +178,7 @@ class _Asked:
         rows, before = part.on(queries.q.device), state.moments.pop(layer, {})
         seen = part.once(("seen", queries.q.device), lambda: rows.before + rows.used)
         self.moments = PromptMoments(queries, seen, before, state.parts.rotary)
-        self.source = Source(
-            keys, pads, scores, self.last, self.moments.ahead,
-            lambda: state.parts.projections[layer],
-        )  # fmt: skip
+        self.keys, self.pads, self.scores = keys, pads, scores
 
     def last(self, rows: int) -> Queries:
         """The last `rows` queries, those of earlier forwards included."""
@@ -186,7 +186,11 @@ class _Asked:
 
     def feature(self, feature: Feature) -> Tensor:
         """fp32 [B, HK, S] by rank."""
-        return compute(feature, self.source)
+        source = Source(
+            self.keys, self.pads, self.scores, self.last, self.moments.ahead,
+            lambda: self.state.parts.projections[self.layer],
+        )  # fmt: skip
+        return compute(feature, source)
 
     def remember(self) -> None:
         """Keep last queries and moments for a chunk or a compression that may follow."""
@@ -198,7 +202,7 @@ class _Asked:
         if state.limits.mode[layer] == "interval" or (state.deferred and rows):
             on = self.part.on(self.queries.q.device)
             newest = on.before + on.used - 1
-            state.rings[layer] = QueryRing.of(self.last(rows), rows, newest, self.source.scores)
+            state.rings[layer] = QueryRing.of(self.last(rows), rows, newest, self.scores)
         if not state.keep_queries:
             return
         rows = window_rows(state.policy, ordinal, "prefill")

@@ -1,0 +1,1 @@
+"""Evaluation: tasks, both protocols, paired differences with intervals, bytes and time beside."""
