@@ -1,4 +1,4 @@
-"""The `sparsekv` command: generate, policies, show-kept, demo, bench.
+"""The `sparsekv` command: generate, policies, show-kept, demo, bench, lm-eval.
 
 Text goes to stdout; progress and figures go to stderr. A user's mistake is one line,
 `error: expected X, got Y`, and exit code 2.
@@ -27,6 +27,7 @@ from sparsekv.demo import prompt as demo_prompt
 from sparsekv.demo import run_demo
 from sparsekv.generation import Run, encode, generate_shown
 from sparsekv.kernels._quant import check_kv_dtype
+from sparsekv.lm_harness.cli import register as register_lm_eval
 from sparsekv.plotting import pyplot
 from sparsekv.policies import Duo, get_policy, resolve_budget
 from sparsekv.progress import spinning
@@ -316,3 +317,4 @@ def demo(
 
 
 register_bench(APP, user_errors)
+register_lm_eval(APP, user_errors)
