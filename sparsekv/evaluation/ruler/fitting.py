@@ -6,6 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from sparsekv.evaluation.texts import encode as encode_piece
+from sparsekv.evaluation.texts import opening
+
 
 class Recipe(Protocol):
     """One example, drawn, that can be written out at any size."""
@@ -44,8 +47,8 @@ class Fitted:
 
 
 def encode(tokenizer: Any, text: str, *, first: bool) -> tuple[int, ...]:
-    """Token ids; first: the text opens the sequence, so the special tokens come with it."""
-    return tuple(tokenizer(text, add_special_tokens=first)["input_ids"])
+    """Token ids; first: the text opens the sequence, so special tokens come before it."""
+    return (*(opening(tokenizer, "") if first else ()), *encode_piece(tokenizer, text))
 
 
 def fit(recipe: Recipe, tokenizer: Any, room: int, guess: int) -> Fitted:
