@@ -22,7 +22,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -119,31 +119,25 @@ class Document:
         )["input_ids"]
         return self._ids, asked.to(self._ids.device)
 
-    @overload
-    def ask(self, question: str, *, max_new_tokens: int = ..., **options: Any) -> str: ...
+    def ask(self, question: str, *, max_new_tokens: int = 128, **options: Any) -> str:
+        """The answer, without white space around it; see `ask_all`."""
+        return self.ask_all([question], max_new_tokens=max_new_tokens, **options)[0]
 
-    @overload
-    def ask(
-        self, question: Sequence[str], *, max_new_tokens: int = ..., **options: Any
-    ) -> list[str]: ...
-
-    def ask(
-        self, question: str | Sequence[str], *, max_new_tokens: int = 128, **options: Any
-    ) -> str | list[str]:
-        """The answer, without white space around it; a list of questions runs as one batch.
+    def ask_all(
+        self, questions: Sequence[str], *, max_new_tokens: int = 128, **options: Any
+    ) -> list[str]:
+        """The answers to questions that do not know of each other, as one batch.
 
         options: of `generate`; greedy unless they say otherwise.
 
         Raises:
             ValueError: an empty question, no question, or a model that was unpatched.
         """
-        if isinstance(question, str):
-            return self.ask([question], max_new_tokens=max_new_tokens, **options)[0]
-        if not question:
+        if not questions:
             raise ValueError("expected at least one question, got none")
         if not is_patched(self.model):
             raise ValueError("expected the model to be patched still, got one that was unpatched")
-        asked = [self.prompt(one)[1][0] for one in question]
+        asked = [self.prompt(question)[1][0] for question in questions]
         cache = self.cache()
         if len(asked) > 1:
             cache.batch_repeat_interleave(len(asked))

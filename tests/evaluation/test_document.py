@@ -77,7 +77,7 @@ def test_answers_are_those_of_a_manual_loop_and_change_nothing(model, tokenizer,
     answers = [document.ask(question, max_new_tokens=6) for question in QUESTIONS]
     assert answers == expected
     assert document.ask(QUESTIONS[0], max_new_tokens=6) == expected[0]
-    assert document.ask(QUESTIONS, max_new_tokens=6) == expected, "as one batch"
+    assert document.ask_all(QUESTIONS, max_new_tokens=6) == expected, "as one batch"
     assert bytes_of(document._cache) == before
     assert document.report().tokens_seen == (document.tokens,)
 
@@ -123,7 +123,7 @@ def test_without_a_chat_a_question_follows_the_text(model, tokenizer, has_templa
 @pytest.mark.parametrize("policy", ["kvzip", "criticalkv", "quest", "rkv", "streaming"])
 def test_a_saved_document_answers_the_same(model, folder, tokenizer, tmp_path, policy):
     document = sparsekv.Document(model, tokenizer, TEXT, policy, 60)
-    answers = document.ask(QUESTIONS, max_new_tokens=6)
+    answers = document.ask_all(QUESTIONS, max_new_tokens=6)
     held = bytes_of(document._cache)
     document.save(tmp_path / "text.doc")
     sparsekv.unpatch(model)
@@ -131,7 +131,7 @@ def test_a_saved_document_answers_the_same(model, folder, tokenizer, tmp_path, p
     loaded = sparsekv.Document.load(other, tokenizer, tmp_path / "text.doc")
     assert bytes_of(loaded._cache) == held
     assert loaded.report() == document.report()
-    assert loaded.ask(QUESTIONS, max_new_tokens=6) == answers
+    assert loaded.ask_all(QUESTIONS, max_new_tokens=6) == answers
     assert loaded.cache().state.policy == document._cache.state.policy
 
 
@@ -171,7 +171,7 @@ def test_a_text_may_be_read_in_pieces(model, tokenizer):
     """Of `full` nothing is evicted, so the pieces make no difference; questions are turns."""
     whole = sparsekv.Document(model, tokenizer, TEXT, "full", 1.0)
     pieces = sparsekv.Document(model, tokenizer, TEXT, "full", 1.0, prefill_chunk_size=50)
-    assert pieces.ask(QUESTIONS, max_new_tokens=6) == whole.ask(QUESTIONS, max_new_tokens=6)
+    assert pieces.ask_all(QUESTIONS, max_new_tokens=6) == whole.ask_all(QUESTIONS, max_new_tokens=6)
     window = sparsekv.Document(model, tokenizer, TEXT, SnapKV(window=8), 60, prefill_chunk_size=50)
     assert window.ask(QUESTIONS[0], max_new_tokens=6) == by_hand(window, QUESTIONS[0], 6)
     assert window.report().kept.max <= 60
@@ -199,9 +199,10 @@ def test_what_cannot_be_asked_is_refused(model, tokenizer):
     with pytest.raises(ValueError, match="expected '<<the question>>' once"):
         make("A text with <<the question>> in it", "snapkv", 60)
     document = make(TEXT, "snapkv", 60)
-    for question, message in (("  ", "expected a question"), ([], "at least one question")):
-        with pytest.raises(ValueError, match=message):
-            document.ask(question)
+    with pytest.raises(ValueError, match="expected a question, got an empty one"):
+        document.ask("  ")
+    with pytest.raises(ValueError, match="expected at least one question"):
+        document.ask_all([])
     shouting = copy.deepcopy(tokenizer)
     shouting.chat_template = "{% for m in messages %}<u>{{ m['content'] | upper }}{% endfor %}<a>"
     with pytest.raises(ValueError, match="changes what users say"):
