@@ -23,9 +23,9 @@ def register() -> None:
     try:
         from lm_eval.api.registry import MODEL_REGISTRY, register_model
         from lm_eval.models.huggingface import HFLM  # noqa: F401  # registers lm-eval's own models
-    except ImportError as error:
+    except (ImportError, AttributeError) as error:  # older ones want names transformers has lost
         raise ValueError(
-            f"expected the package lm-eval >= 0.4.9, got none that works ({error}): "
+            f"expected the package lm-eval >= 0.4.10, got none that works ({error}): "
             f"pip install 'sparsekv[eval]'"
         ) from error
     if NAME not in MODEL_REGISTRY:

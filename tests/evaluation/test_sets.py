@@ -44,11 +44,12 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture
 def datasets(tmp_path, monkeypatch):
-    """The package, with a cache of this test's own."""
+    """The package, whose usual cache must stay empty."""
     package = pytest.importorskip("datasets", reason="needs datasets: pip install sparsekv[eval]")
     package.disable_progress_bars()
     monkeypatch.setattr(package.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    return package
+    yield package
+    assert not (tmp_path / "cache").exists()
 
 
 @pytest.fixture
@@ -160,6 +161,8 @@ def test_longbench_from_the_archive_of_the_hub(datasets, request_, tmp_path, mon
     assert asked == [(("THUDM/LongBench", "data.zip"), {"repo_type": "dataset"})]
     with pytest.raises(ValueError, match="expected columns input, context"):
         set_builder("longbench-lcc")(request_)
+    with pytest.raises(ValueError, match=r"expected data/trec.jsonl in THUDM/LongBench"):
+        set_builder("longbench-trec")(request_)
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "parquet", "csv"])

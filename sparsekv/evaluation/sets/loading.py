@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import json
 import random
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -65,8 +66,11 @@ def local_rows(
         )
     form = _FORMATS[files[0].suffix[1:]]
     options = _csv_options(datasets, files[0], columns, header) if form == "csv" else {}
-    found = datasets.load_dataset(form, data_files=str(files[0]), split="train", **options)
-    rows = checked(list(found), columns, str(files[0]))
+    with tempfile.TemporaryDirectory() as cache:  # all rows are read at once, so none is kept
+        found = datasets.load_dataset(
+            form, data_files=str(files[0]), split="train", cache_dir=cache, **options
+        )
+        rows = checked(list(found), columns, str(files[0]))
     if form != "csv":
         return rows
     return [row | {name: json.loads(row[name]) for name in lists} for row in rows]

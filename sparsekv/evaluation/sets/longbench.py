@@ -9,13 +9,17 @@ their middle. Texts may hold braces, so they are put in place of {input} and nev
 from __future__ import annotations
 
 import re
+import tempfile
+import zipfile
 from dataclasses import dataclass
+from pathlib import Path
+
+import huggingface_hub
 
 from sparsekv.evaluation.example import Example, Question, Request, Task
 from sparsekv.evaluation.ruler.fitting import encode
 from sparsekv.evaluation.sets.loading import (
     Row,
-    checked,
     import_datasets,
     local_folder,
     local_rows,
@@ -63,13 +67,14 @@ class LongBenchTask:
         folder = local_folder(request.data, "longbench")
         if folder is not None:
             return local_rows(folder, self.subset, COLUMNS, lists=("answers", "all_classes"))
-        datasets = import_datasets(self.name)
-        from huggingface_hub import hf_hub_download
-
-        archive = hf_hub_download(HUB, ARCHIVE, repo_type="dataset")
-        file = f"zip://data/{self.subset}.jsonl::{archive}"
-        rows = list(datasets.load_dataset("json", data_files=file, split="train"))
-        return checked(rows, COLUMNS, f"{HUB} {self.subset}")
+        import_datasets(self.name)  # before anything is fetched
+        archive = huggingface_hub.hf_hub_download(HUB, ARCHIVE, repo_type="dataset")
+        with tempfile.TemporaryDirectory() as unpacked, zipfile.ZipFile(archive) as files:
+            member = f"data/{self.subset}.jsonl"
+            if member not in files.namelist():
+                raise ValueError(f"expected {member} in {HUB} {ARCHIVE}, got {files.namelist()}")
+            files.extract(member, unpacked)
+            return local_rows(Path(unpacked) / "data", self.subset, COLUMNS)
 
     def _example(self, subset: Subset, request: Request, number: int, row: Row) -> Example:
         tokenizer = request.tokenizer
