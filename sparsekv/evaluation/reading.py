@@ -168,7 +168,7 @@ class Reading:
         if self._whole is None:
             rows = self._rows([example.context for example in self.batch.examples])
             started = self.subject.clock()
-            recording = record(self.subject.model, rows.ids, rows.mask, rows.lengths)
+            recording = record(self.subject.model, rows.ids, rows.positions(), rows.lengths)
             ms = (self.subject.clock() - started) * 1000 / len(rows.lengths)
             self._whole = recording, ms
         return self._whole
@@ -178,7 +178,8 @@ class Reading:
         whole, ms = self._contexts()
         rows, places = self._rows([a.question.prompt[:-1] for a in group]), [a.place for a in group]
         started = self.subject.clock()
-        recording = extend(self.subject.model, whole, places, rows.ids, rows.mask, rows.lengths)
+        positions = rows.positions(whole.lengths[places])
+        recording = extend(self.subject.model, whole, places, rows.ids, positions, rows.lengths)
         return recording, ms + (self.subject.clock() - started) * 1000 / len(group)
 
     def _rows(self, tokens: Sequence[Sequence[int]]) -> Rows:
