@@ -11,6 +11,7 @@ from sparsekv.evaluation.sets.longbench_subsets import SUBSETS
 from sparsekv.evaluation.sets.mmlu import MMLUTask
 from sparsekv.evaluation.sets.ruler_qa import RulerQATask
 from sparsekv.evaluation.tasks import TASKS
+from sparsekv.evaluation.wish import check_wish
 
 
 def test_names_of_every_kind():
@@ -26,3 +27,12 @@ def test_names_of_every_kind():
 def test_other_names_are_refused(name):
     with pytest.raises(ValueError, match="expected"):
         find_builder(name)
+
+
+def test_the_command_takes_names_of_every_kind():
+    more = {"mode": "smoke", "samples": None, "seed": 0, "data": None, "gates": None}
+    names = "needle-1k, ruler-vt-8k,longbench-trec,rulerqa-1-4k,mmlu"
+    wish = check_wish("full", None, names, "both", int, feed="chunk", **more)
+    assert wish.tasks == tuple(name.strip() for name in names.split(","))
+    with pytest.raises(ValueError, match="expected longbench-SUBSET"):
+        check_wish("full", None, "mmlu,longbench-x", "both", int, feed="chunk", **more)
