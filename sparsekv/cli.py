@@ -1,4 +1,4 @@
-"""The `sparsekv` command: generate, policies, show-kept, demo, bench, eval.
+"""The `sparsekv` command: generate, policies, show-kept, demo, bench, eval, lm-eval.
 
 Text goes to stdout; progress and figures go to stderr. A user's mistake is one line,
 `error: expected X, got Y`, and exit code 2.
@@ -28,6 +28,7 @@ from sparsekv.demo import run_demo
 from sparsekv.evaluation.cli import register as register_eval
 from sparsekv.generation import Run, encode, generate_shown
 from sparsekv.kernels._quant import check_kv_dtype
+from sparsekv.lm_harness.cli import register as register_lm_eval
 from sparsekv.plotting import pyplot
 from sparsekv.policies import Duo, get_policy, resolve_budget
 from sparsekv.progress import spinning
@@ -318,3 +319,4 @@ def demo(
 
 register_bench(APP, user_errors)
 register_eval(APP, user_errors, parse_budget)
+register_lm_eval(APP, user_errors)
