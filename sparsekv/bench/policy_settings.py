@@ -1,7 +1,7 @@
 """How each policy is run where none was asked for: its defaults, and what stands in for the rest.
 
-What a policy needs of the outside (gates, a tokenizer, a plan) is replaced by something that makes the same
-work and means nothing: good for times and bytes, not for what is kept.
+What a policy needs of the outside (gates, a tokenizer, a plan) is replaced by something that makes
+the same work and means nothing: good for times and bytes, not for what is kept.
 """
 
 from __future__ import annotations
