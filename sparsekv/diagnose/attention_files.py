@@ -1,9 +1,9 @@
 """What `sparsekv diagnose attention` writes: a CSV by head, one by layer, and two pictures.
 
-heads.csv         layer, head, sink share, locality, entropy, spread, mass of the k largest
-layers.csv        the same, as means over the heads of a layer
-heads.png         maps of layers x heads
-layers.png        means over heads by depth, and the range of heads around them
+attention_heads.csv     layer, head, sink share, locality, entropy, spread, mass of the largest
+attention_layers.csv    the same, as means over the heads of a layer
+attention_heads.png     maps of layers x heads
+attention_layers.png    means over heads by depth, and the range of heads around them
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def write_attention(table: HeadTable, out: Path) -> list[Path]:
     Raises:
         ValueError: matplotlib is not installed.
     """
-    files = [out / name for name in ("heads.csv", "layers.csv", "heads.png", "layers.png")]
+    endings = ("heads.csv", "layers.csv", "heads.png", "layers.png")
+    files = [out / f"attention_{ending}" for ending in endings]
     columns = _columns(table)
     layers, heads = table.entropy.shape
     rows = [

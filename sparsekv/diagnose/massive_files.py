@@ -1,9 +1,9 @@
 """What `sparsekv diagnose massive` writes: two CSV files, and two pictures as in the paper.
 
-layers.csv        layer, largest three magnitudes, median, massive activations
-massive.csv       layer, position, token, feature, value, times the median
-layers.png        the magnitudes of layers.csv over depth (their figure 2)
-layer_<l>.png     magnitudes over token x feature behind one layer (their figure 1)
+massive.csv              layer, position, token, feature, value, times the median
+massive_layers.csv       layer, largest three magnitudes, median, massive activations
+massive_layers.png       those magnitudes over depth (their per-layer figure)
+massive_layer_<l>.png    magnitudes over token x feature behind one layer (their figure 1)
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def write_massive(seen: Activations, tokens: Sequence[str], out: Path) -> list[P
     Raises:
         ValueError: matplotlib is not installed.
     """
-    files = [out / name for name in ("layers.csv", "massive.csv", "layers.png")]
-    files.append(out / f"layer_{seen.shown}.png")
-    _write_layers(seen, files[0])
-    _write_found(seen, tokens, files[1])
+    names = ("massive.csv", "massive_layers.csv", "massive_layers.png")
+    files = [out / name for name in (*names, f"massive_layer_{seen.shown}.png")]
+    _write_found(seen, tokens, files[0])
+    _write_layers(seen, files[1])
     _draw_layers(seen, files[2])
     _draw_table(seen, tokens, files[3])
     return files

@@ -108,7 +108,8 @@ def test_files(tmp_path):
     pytest.importorskip("matplotlib")
     table = attention(build("gemma2"), prompt(60), sinks=SINKS, recent=RECENT, top=TOP)
     files = write_attention(table, tmp_path)
-    assert [file.name for file in files] == ["heads.csv", "layers.csv", "heads.png", "layers.png"]
+    endings = ["heads.csv", "layers.csv", "heads.png", "layers.png"]
+    assert [file.name for file in files] == [f"attention_{ending}" for ending in endings]
     rows = list(csv.DictReader(files[0].open()))
     assert len(rows) == 4 * 4 and [row["window"] for row in rows[::4]] == ["24", "", "24", ""]
     assert float(rows[5]["mass_of_20"]) == pytest.approx(float(table.mass[1, 1, 2]), abs=1e-5)
