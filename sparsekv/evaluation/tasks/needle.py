@@ -1,0 +1,72 @@
+"""Needles: magic words in prose, asked for one by one.
+
+Plain completion with two worked questions about other words of the same text. Each word is stated
+twice in one sentence pair; the pairs stand at stratified depths.
+"""
+
+from __future__ import annotations
+
+import random
+
+from sparsekv.evaluation.example import Example, Question, Request, Task
+from sparsekv.evaluation.texts import PROSE, encode, insert, opening, passages, strata
+
+_HEAD = (
+    "Some special magic words are hidden within the following text. Make sure to memorize them.\n\n"
+)
+_FACT = (
+    " The special magic word for {0} is {1}. Remember it: the special magic word for {0} is {1}."
+)
+_ASK = (
+    "\n\nQuestion: What is the special magic word for {0}?"
+    "\nAnswer: The special magic word for {0} is"
+)
+_DEMOS = 2
+_COLOURS = (
+    "amber", "silver", "golden", "purple", "crimson", "green", "orange", "white", "black", "yellow",
+    "brown", "pink", "scarlet", "violet", "blue", "gray",
+)  # fmt: skip
+_THINGS = (
+    "anchor", "bridge", "candle", "mirror", "basket", "ladder", "hammer", "lantern", "window",
+    "bottle", "garden", "castle", "wagon", "blanket", "button", "compass", "drum", "feather",
+    "kettle", "violin",
+)  # fmt: skip
+_WORDS = (
+    "tiger", "river", "copper", "forest", "planet", "guitar", "lemon", "rocket", "winter", "eagle",
+    "diamond", "rabbit", "ocean", "butter", "thunder", "pepper", "dragon", "cotton", "island",
+    "marble", "salmon", "piano", "desert", "magnet", "turtle", "cherry", "pencil", "whale", "wolf",
+    "honey", "coffee", "camel",
+)  # fmt: skip
+
+
+def needle(request: Request, tokens: int, keys: int) -> Task:
+    """Contexts of `tokens` tokens with `keys` magic words, each of them asked for."""
+    rng = random.Random(f"needle {tokens} {request.seed}")
+    tokenizer = request.tokenizer
+    drawn = [_facts(keys, rng) for _ in range(request.contexts)]
+    head = opening(tokenizer, _HEAD)
+    pieces = [[encode(tokenizer, _FACT.format(*fact)) for fact in facts] for facts in drawn]
+    prose = passages(request, PROSE, tokens, rng)
+    examples = []
+    for i, (facts, facts_ids, ids) in enumerate(zip(drawn, pieces, prose, strict=True)):
+        room = tokens - len(head) - sum(map(len, facts_ids))
+        text = insert(tokenizer, ids[:room], facts_ids, strata(keys, rng))
+        questions = tuple(_question(tokenizer, facts, j) for j in range(keys))
+        examples.append(Example(str(i), tuple(head + text), questions))
+    return Task(f"needle-{tokens // 1024}k", "forced", "em", tuple(examples))
+
+
+def _facts(keys: int, rng: random.Random) -> list[tuple[str, str]]:
+    """(key, word), no colour, thing or word twice as far as they reach."""
+    colours, things = rng.sample(_COLOURS, keys), rng.sample(_THINGS, keys)
+    names = [f"{colour} {thing}" for colour, thing in zip(colours, things, strict=True)]
+    return list(zip(names, rng.sample(_WORDS, keys), strict=True))
+
+
+def _question(tokenizer: object, facts: list[tuple[str, str]], which: int) -> Question:
+    """The demonstrations are the next facts of the text, so that they are never the answer."""
+    demos = [facts[(which + 1 + j) % len(facts)] for j in range(_DEMOS)]
+    text = "".join(f"{_ASK.format(key)} {word}." for key, word in demos)
+    key, word = facts[which]
+    prompt = encode(tokenizer, text + _ASK.format(key))
+    return Question(key, tuple(prompt), (tuple(encode(tokenizer, f" {word}")),))
