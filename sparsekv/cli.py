@@ -1,4 +1,4 @@
-"""The `sparsekv` command: generate, policies, show-kept, demo, bench.
+"""The `sparsekv` command: generate, policies, show-kept, gates, plan, diagnose, demo, bench.
 
 Text goes to stdout; progress and figures go to stderr. A user's mistake is one line,
 `error: expected X, got Y`, and exit code 2.
@@ -25,10 +25,12 @@ from sparsekv.bench.cli import register as register_bench
 from sparsekv.catalogue import markdown as policies_markdown
 from sparsekv.demo import prompt as demo_prompt
 from sparsekv.demo import run_demo
+from sparsekv.diagnose.cli import register as register_diagnose
+from sparsekv.diagnose.texts import read_file
 from sparsekv.generation import Run, encode, generate_shown
 from sparsekv.kernels._quant import check_kv_dtype
 from sparsekv.plotting import pyplot
-from sparsekv.policies import Duo, get_policy, resolve_budget
+from sparsekv.policies import Duo, Planned, get_policy, resolve_budget
 from sparsekv.progress import spinning
 
 HELP = {"help_option_names": ["-h", "--help"]}
@@ -58,6 +60,7 @@ Gates = Annotated[
     Path | None,
     typer.Option(help="For duo: a file of gates, .json or the .tsv that its authors publish."),
 ]
+Plan = Annotated[Path | None, typer.Option(help="For planned: a file that `sparsekv plan` wrote.")]
 Budget = Annotated[
     str,
     typer.Option(
@@ -143,6 +146,7 @@ def generate_command(
     policy: Policy = "pyramid",
     budget: Budget = "512",
     gates: Gates = None,
+    plan: Plan = None,
     prompt: Annotated[str | None, typer.Option(help="The prompt itself.")] = None,
     prompt_file: Annotated[
         Path | None, typer.Option(help="A UTF-8 text file with the prompt.", show_default=False)
@@ -162,7 +166,7 @@ def generate_command(
     ] = None,
 ) -> None:
     """Generate greedily from a prompt with a sparse KV cache."""
-    chosen, size = _policy(policy, gates), parse_budget(budget)
+    chosen, size = read_policy(policy, gates, plan), parse_budget(budget)
     text = _read_prompt(prompt, prompt_file)
     _check_before_work(max_new_tokens, json_file, kv_dtype)
     with spinning("loading the model"):
@@ -186,11 +190,17 @@ def _write_json(file: Path, setting: dict[str, Any], sparse: Run, dense: Run | N
     file.write_text(json.dumps(setting | runs, indent=2) + "\n", encoding="utf-8")
 
 
-def _policy(name: str, gates: Path | None) -> sparsekv.policies.Policy:
-    """The policy of that name with the gates of the file, if it is the one that takes gates."""
-    if gates is not None and name != Duo.name:
-        raise ValueError(f"expected --gates with --policy duo, got --policy {name}")
-    return get_policy(name) if gates is None else Duo.load(gates)
+def read_policy(
+    name: str, gates: Path | None = None, plan: Path | None = None
+) -> sparsekv.policies.Policy:
+    """The policy of that name, with the gates or the plan of a file if it takes one."""
+    for option, file, cls in (("gates", gates, Duo), ("plan", plan, Planned)):
+        if file is None:
+            continue
+        if name != cls.name:
+            raise ValueError(f"expected --{option} with --policy {cls.name}, got --policy {name}")
+        return cls.load(file)
+    return get_policy(name)
 
 
 def _check_before_work(max_new_tokens: int, json_file: Path | None, kv_dtype: str | None) -> None:
@@ -207,11 +217,7 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
         raise ValueError(f"expected --prompt or --prompt-file, got {'both' if file else 'neither'}")
     if file is None:
         return str(prompt)
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"expected a UTF-8 text file, got {str(file)!r}: {reason}") from error
+    return read_file(file)
 
 
 def _show(sparse: Run, dense: Run | None, policy: str) -> None:
@@ -255,6 +261,7 @@ def show_kept_command(
     policy: Policy = "pyramid",
     budget: Budget = "512",
     gates: Gates = None,
+    plan: Plan = None,
     model: Model = None,
     prompt: Annotated[
         Path | None, typer.Option(help="A UTF-8 text file; without it, the text of the demo.")
@@ -265,7 +272,7 @@ def show_kept_command(
     dtype: Dtype = "auto",
 ) -> None:
     """Draw which tokens of a prompt a policy keeps, layer by layer."""
-    chosen, size = _policy(policy, gates), parse_budget(budget)
+    chosen, size = read_policy(policy, gates, plan), parse_budget(budget)
     text = demo_prompt() if prompt is None else _read_prompt(None, prompt)
     pyplot("the picture")  # before the model is loaded
     if not out.parent.is_dir():
@@ -315,4 +322,5 @@ def demo(
     run_demo(network, tokenizer, chosen, size, kv_dtype)
 
 
+register_diagnose(APP, user_errors, parse_budget)
 register_bench(APP, user_errors)

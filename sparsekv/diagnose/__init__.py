@@ -2,5 +2,14 @@
 
 from sparsekv.diagnose.activations import Activations, massive
 from sparsekv.diagnose.heads import HeadTable, attention
+from sparsekv.diagnose.planning import MeasuredPlan, make_plan, write_plan
 
-__all__ = ["Activations", "HeadTable", "attention", "massive"]
+__all__ = [
+    "Activations",
+    "HeadTable",
+    "MeasuredPlan",
+    "attention",
+    "make_plan",
+    "massive",
+    "write_plan",
+]

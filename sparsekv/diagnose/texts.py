@@ -35,10 +35,15 @@ def read_texts(files: list[Path] | None) -> list[Text]:
     """
     if not files:
         return [Text(HELP, "\n\n".join(topics[name].strip() for name in sorted(topics)))]
-    return [Text(file.name, _read(file)) for file in files]
+    return [Text(file.name, read_file(file)) for file in files]
 
 
-def _read(file: Path) -> str:
+def read_file(file: Path) -> str:
+    """Its text.
+
+    Raises:
+        ValueError: a file that cannot be read as UTF-8.
+    """
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -58,6 +63,28 @@ def first_ids(tokenizer: Any, text: Text, tokens: int) -> Tensor:
     if not ids.shape[1]:
         raise ValueError(f"expected a text of at least one token, got none in {text.name!r}")
     return ids
+
+
+def stretches(tokenizer: Any, text: Text, tokens: int, most: int) -> list[Tensor]:
+    """Stretches of a text of just `tokens` ids each, one after the other: at most `most`.
+
+    Each begins with what the tokenizer puts in front of a text, the token that models attend to
+    when there is nothing to attend to.
+
+    Raises:
+        ValueError: a text too short for one stretch, or nothing asked for.
+    """
+    front = list(tokenizer("")["input_ids"])
+    size = tokens - len(front)
+    if size < 1 or most < 1:
+        raise ValueError(f"expected at least 1 stretch of some tokens, got {most} of {tokens}")
+    ids = tokenizer(text.text, add_special_tokens=False)["input_ids"]
+    starts = range(0, len(ids) - size + 1, size)[:most]
+    if not starts:
+        raise ValueError(
+            f"expected a text of at least {size} tokens, got {len(ids)} in {text.name!r}"
+        )
+    return [torch.tensor([front + ids[start : start + size]]) for start in starts]
 
 
 def token_texts(tokenizer: Any, ids: Tensor) -> list[str]:
