@@ -30,7 +30,8 @@ from sparsekv.diagnose.texts import read_file
 from sparsekv.generation import Run, encode, generate_shown
 from sparsekv.kernels._quant import check_kv_dtype
 from sparsekv.plotting import pyplot
-from sparsekv.policies import Duo, Planned, get_policy, resolve_budget
+from sparsekv.policies import Duo, Planned, get_policy
+from sparsekv.policies.budgets import parse_budget
 from sparsekv.progress import spinning
 
 HELP = {"help_option_names": ["-h", "--help"]}
@@ -69,6 +70,9 @@ Budget = Annotated[
     ),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
+PromptFile = Annotated[
+    Path | None, typer.Option(help="A UTF-8 text file with the prompt.", show_default=False)
+]
 KVDtype = Annotated[
     str | None,
     typer.Option(help="Quantise the cache: fp8_e4m3, fp8_e5m2, int8 or int4.", show_default=False),
@@ -108,16 +112,6 @@ def main() -> None:
     sys.exit(code)
 
 
-def parse_budget(text: str) -> int | float:
-    """ "512" -> 512, "0.25" -> 0.25; ValueError for what is not a budget."""
-    try:
-        budget = int(text) if text.strip().lstrip("+-").isdigit() else float(text)
-    except ValueError as error:
-        raise ValueError(f"expected a budget like 512 or 0.25, got {text!r}") from error
-    resolve_budget(budget, 1)
-    return budget
-
-
 def _print_version(wanted: bool) -> None:
     if wanted:
         print(f"sparsekv {sparsekv.__version__}")
@@ -148,9 +142,7 @@ def generate_command(
     gates: Gates = None,
     plan: Plan = None,
     prompt: Annotated[str | None, typer.Option(help="The prompt itself.")] = None,
-    prompt_file: Annotated[
-        Path | None, typer.Option(help="A UTF-8 text file with the prompt.", show_default=False)
-    ] = None,
+    prompt_file: PromptFile = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 128,
     raw: Annotated[
         bool, typer.Option("--raw", help="Complete the prompt as it is: no chat template.")
@@ -322,5 +314,5 @@ def demo(
     run_demo(network, tokenizer, chosen, size, kv_dtype)
 
 
-register_diagnose(APP, user_errors, parse_budget)
+register_diagnose(APP, user_errors)
 register_bench(APP, user_errors)

@@ -15,9 +15,10 @@ from sparsekv.diagnose.attention_files import write_attention
 from sparsekv.diagnose.heads import HeadTable, attention
 from sparsekv.diagnose.massive_files import write_massive
 from sparsekv.diagnose.planning import FUTURE, MeasuredPlan, make_plan, write_plan
-from sparsekv.diagnose.texts import first_ids, read_texts, stretches, token_texts
+from sparsekv.diagnose.texts import Text, first_ids, read_texts, stretches, token_texts
 from sparsekv.plotting import pyplot
 from sparsekv.policies.base import one_of
+from sparsekv.policies.budgets import parse_budget
 from sparsekv.progress import spinning
 
 _HELP = {"help_option_names": ["-h", "--help"]}
@@ -40,16 +41,29 @@ TextFile = Annotated[
     Path | None, typer.Option("--text", help="A UTF-8 text file; without it, Python's help.")
 ]
 Tokens = Annotated[int, typer.Option(help="Tokens of the text to read, from its start.")]
+PlanFile = Annotated[Path, typer.Option("--out", help="The JSON file to write.")]
+Keep = Annotated[
+    str, typer.Option(metavar="<int|float>", help="What is kept, as --budget of generate.")
+]
+TextFiles = Annotated[
+    list[Path] | None, typer.Option("--text", help="UTF-8 text files; without one, Python's help.")
+]
+Stretches = Annotated[
+    int, typer.Option("--stretches", help="Stretches of a text to measure, at most.")
+]
+Per = Annotated[
+    str,
+    typer.Option(
+        metavar="<auto|layer|head>",
+        help="One budget a layer, or a head; auto: what keeps more attention.",
+    ),
+]
 Out = Annotated[Path, typer.Option(help="A folder, made if it is not there.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 
 
-def register(
-    app: typer.Typer,
-    user_errors: Callable[..., Any],
-    parse_budget: Callable[[str], int | float],
-) -> None:
+def register(app: typer.Typer, user_errors: Callable[..., Any]) -> None:
     """Add the commands. user_errors: decorator that reports a user's mistakes."""
     group = typer.Typer(
         context_settings=_HELP, rich_markup_mode="rich", no_args_is_help=True,
@@ -58,36 +72,7 @@ def register(
     group.command("massive", epilog=_DIAGNOSE_EXAMPLES)(user_errors(_massive))
     group.command("attention", epilog=_DIAGNOSE_EXAMPLES)(user_errors(_attention))
     app.add_typer(group, name="diagnose")
-
-    def plan(
-        keep: Annotated[
-            str, typer.Option(metavar="<int|float>", help="As --budget of generate: what is kept.")
-        ] = "0.1",
-        out: Annotated[Path, typer.Option(help="The JSON file to write.")] = Path("plan.json"),
-        texts: Annotated[
-            list[Path] | None,
-            typer.Option("--text", help="UTF-8 text files; without one, Python's help."),
-        ] = None,
-        tokens: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 2048,
-        future: Annotated[int, typer.Option(help="Tokens after it, whose queries count.")] = FUTURE,
-        most: Annotated[
-            int, typer.Option("--stretches", help="Stretches of a text to measure, at most.")
-        ] = 3,
-        per: Annotated[
-            str,
-            typer.Option(
-                metavar="<auto|layer|head>",
-                help="One budget a layer, or a head; auto: what keeps more attention.",
-            ),
-        ] = "auto",
-        model: Model = None,
-        device: Device = "auto",
-        dtype: Dtype = "auto",
-    ) -> None:
-        """Measure which layers and heads need more of a budget, for --policy planned --plan."""
-        _plan(parse_budget(keep), out, texts, (tokens, future, most), per, (model, device, dtype))
-
-    app.command("plan", epilog=_PLAN_EXAMPLES)(user_errors(plan))
+    app.command("plan", epilog=_PLAN_EXAMPLES)(user_errors(_plan))
 
 
 def _massive(
@@ -169,36 +154,38 @@ def _show_attention(table: HeadTable) -> None:
 
 
 def _plan(
-    keep: int | float,
-    out: Path,
-    files: list[Path] | None,
-    sizes: tuple[int, int, int],
-    per: str,
-    source: tuple[str | None, str, str],
+    out: PlanFile,
+    keep: Keep = "0.1",
+    files: TextFiles = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 2048,
+    future: Annotated[int, typer.Option(help="Tokens after it, whose queries count.")] = FUTURE,
+    most: Stretches = 3,
+    per: Per = "auto",
+    model: Model = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
 ) -> None:
-    """sizes: tokens of a prompt and after it, stretches a text; source: model, device, dtype."""
-    tokens, future, most = sizes
+    """Measure which layers and heads need more of a budget, for --policy planned --plan."""
+    budget = parse_budget(keep)
     one_of("per", per, ("auto", "layer", "head"))
     if not out.parent.is_dir():
         raise ValueError(f"expected --out in a folder that exists, got {str(out)!r}")
     read = read_texts(files)
-    network, tokenizer = _load(*source)
+    network, tokenizer = _load(model, device, dtype)
     parts = [stretches(tokenizer, text, tokens + future, most) for text in read]
     with spinning(f"{sum(map(len, parts))} stretches of {tokens + future} tokens"):
         ids = [one for own in parts for one in own]
-        plan = make_plan(network, ids, keep=keep, future=future, per=per)
-    about = {
-        "sparsekv": sparsekv.__version__,
-        "model": {"name": source[0] or models.PACKAGE, "class": type(network).__name__},
-        "texts": [
-            {"name": text.name, "sha256": text.sha256, "stretches": len(own)}
-            for text, own in zip(read, parts, strict=True)
-        ],
-        "keep": keep,
-    }
+        plan = make_plan(network, ids, keep=budget, future=future, per=per)
+    names = {"name": model or models.PACKAGE, "class": type(network).__name__}
+    about: dict[str, Any] = {"sparsekv": sparsekv.__version__, "model": names, "keep": budget}
+    about["texts"] = [_told(text, own) for text, own in zip(read, parts, strict=True)]
     write_plan(plan, out, about)
     _show_plan(plan)
     _written([out])
+
+
+def _told(text: Text, parts: list[Any]) -> dict[str, Any]:
+    return {"name": text.name, "sha256": text.sha256, "stretches": len(parts)}
 
 
 def _show_plan(plan: MeasuredPlan) -> None:

@@ -43,6 +43,16 @@ def resolve_budget(budget: int | float, tokens: int) -> int:
     return max(1, math.floor(exact(budget) * tokens + Fraction(1, 2)))
 
 
+def parse_budget(text: str) -> int | float:
+    """ "512" -> 512, "0.25" -> 0.25; ValueError for what is not a budget."""
+    try:
+        budget = int(text) if text.strip().lstrip("+-").isdigit() else float(text)
+    except ValueError as error:
+        raise ValueError(f"expected a budget like 512 or 0.25, got {text!r}") from error
+    resolve_budget(budget, 1)
+    return budget
+
+
 def largest_remainder(targets: Sequence[Fraction], total: int) -> list[int]:
     """Integers that sum to `total`: every target floored, the rest to the largest fractions.
 

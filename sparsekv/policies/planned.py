@@ -1,14 +1,14 @@
 """Planned: budgets that were measured on a model, by layer and KV head, for any scorer's ranking.
 
-    keep_lh = r + free_lh        free_lh = min(T - r, s share_lh)      sum free_lh = L HK (C - r)
+    keep_lh = r + min(T - r, s share_lh)          sum_lh keep_lh = L HK C
+    r = what the scorer protects of a head, at least 1; s makes the sum right
 
-r: what the scorer protects of a head, at least 1; s makes the sum right. `sparsekv plan` measures
-the shares (see `sparsekv/diagnose/planning.py`): the free slots that each head of a model deserves
-of a total. Here only their proportions count, so a plan serves every budget and every length; at
-the length and budget that it was made for it gives just the counts that were measured. Fractions
-are rounded by largest remainder, ties to the lower layer and head: the sum is exact. A head that
-would hold more than the prompt has passes the rest on. Where C <= r all heads are equal, and a
-warning says so.
+`sparsekv plan` measures the shares (see `sparsekv/diagnose/planning.py`): the free slots that each
+head of a model deserves of a total. Here only their proportions count, so a plan serves every
+budget and every length; at those that it was made for it gives just the counts that were measured.
+Fractions are rounded by largest remainder, ties to the lower layer and head: the sum is exact. A
+head that would hold more than the prompt has passes the rest on. Where C <= r all heads are equal,
+and a warning says so.
 
 The scorer ranks a prompt once, per head, as under AdaKV; whatever budgets it plans by itself are
 not used. With equal shares this is the scorer.
@@ -38,7 +38,9 @@ class Planned(Wrapper):
     head_dim: int | None = None
 
     name: ClassVar[str] = "planned"
-    keeps: ClassVar[str] = "as its scorer, with more in layers and heads that were measured to need"
+    keeps: ClassVar[str] = (
+        "as its scorer, with more in layers and heads that were measured to need it"
+    )
     paper: ClassVar[str] = "none (measured by `sparsekv plan`)"
     facts: ClassVar[Facts] = Facts(
         protects="what its scorer protects",

@@ -242,10 +242,13 @@ def test_mistakes_are_one_line(folder, tmp_path, monkeypatch):
     assert_one_line(result, "expected a text of at least 2304 tokens, got 50 in 'short.txt'")
     monkeypatch.setattr(cli.models, "load", None)  # a call would raise TypeError
     mistakes = [
-        (("plan", "--keep", "x"), "expected a budget like 512 or 0.25"),
-        (("plan", "--per", "page"), "expected per to be one of auto, layer, head"),
+        (("plan", "--out", short, "--keep", "x"), "expected a budget like 512 or 0.25"),
+        (("plan", "--out", short, "--per", "page"), "expected per to be one of auto, layer, head"),
         (("plan", "--out", tmp_path / "no" / "p.json"), "expected --out in a folder that exists"),
-        (("plan", "--text", tmp_path / "absent.txt"), "absent.txt': No such file or directory"),
+        (
+            ("plan", "--out", short, "--text", tmp_path / "absent.txt"),
+            "absent.txt': No such file or directory",
+        ),
         (("diagnose", "massive", "--out", tmp_path, "--text", "no.txt"), "'no.txt': No such file"),
         (("generate", "--prompt", "x", "--plan", short), "expected --plan with --policy planned"),
         (
