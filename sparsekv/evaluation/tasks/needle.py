@@ -1,7 +1,7 @@
 """Needles: magic words in prose, asked for one by one.
 
 Plain completion with two worked questions about other words of the same text. Each word is stated
-twice in one sentence pair; the pairs stand at stratified depths.
+twice on a line of its own; the lines stand at stratified depths.
 """
 
 from __future__ import annotations
@@ -15,28 +15,24 @@ _HEAD = (
     "Some special magic words are hidden within the following text. Make sure to memorize them.\n\n"
 )
 _FACT = (
-    " The special magic word for {0} is {1}. Remember it: the special magic word for {0} is {1}."
+    "\nThe special magic word for {0} is {1}. Remember it: the special magic word for {0} is {1}.\n"
 )
 _ASK = (
     "\n\nQuestion: What is the special magic word for {0}?"
     "\nAnswer: The special magic word for {0} is"
 )
 _DEMOS = 2
-_COLOURS = (
-    "amber", "silver", "golden", "purple", "crimson", "green", "orange", "white", "black", "yellow",
-    "brown", "pink", "scarlet", "violet", "blue", "gray",
-)  # fmt: skip
-_THINGS = (
-    "anchor", "bridge", "candle", "mirror", "basket", "ladder", "hammer", "lantern", "window",
-    "bottle", "garden", "castle", "wagon", "blanket", "button", "compass", "drum", "feather",
-    "kettle", "violin",
-)  # fmt: skip
-_WORDS = (
-    "tiger", "river", "copper", "forest", "planet", "guitar", "lemon", "rocket", "winter", "eagle",
-    "diamond", "rabbit", "ocean", "butter", "thunder", "pepper", "dragon", "cotton", "island",
-    "marble", "salmon", "piano", "desert", "magnet", "turtle", "cherry", "pencil", "whale", "wolf",
-    "honey", "coffee", "camel",
-)  # fmt: skip
+_STUFFS, _THINGS, _WORDS = (
+    tuple(words.split())
+    for words in (
+        "amber bronze cedar denim ebony felt granite hazel iron jade linen maple nickel oak pewter "
+        "quartz rubber silk tin velvet walnut wool zinc marble",
+        "anchor bell chest drum engine flag gate hammer island jar kettle ladder mirror needle oven "
+        "pillow quilt ring saddle tower urn vase wheel yarn",
+        "tiger river lemon rocket winter eagle rabbit ocean butter thunder pepper dragon piano "
+        "desert turtle cherry pencil whale wolf honey coffee camel guitar planet",
+    )
+)
 
 
 def needle(request: Request, tokens: int, keys: int) -> Task:
@@ -57,9 +53,9 @@ def needle(request: Request, tokens: int, keys: int) -> Task:
 
 
 def _facts(keys: int, rng: random.Random) -> list[tuple[str, str]]:
-    """(key, word), no colour, thing or word twice as far as they reach."""
-    colours, things = rng.sample(_COLOURS, keys), rng.sample(_THINGS, keys)
-    names = [f"{colour} {thing}" for colour, thing in zip(colours, things, strict=True)]
+    """(key, word), no stuff, thing or word twice as far as they reach."""
+    stuffs, things = rng.sample(_STUFFS, keys), rng.sample(_THINGS, keys)
+    names = [f"{stuff} {thing}" for stuff, thing in zip(stuffs, things, strict=True)]
     return list(zip(names, rng.sample(_WORDS, keys), strict=True))
 
 
