@@ -1,12 +1,13 @@
-"""Slots where they gain most: the split of a total that keeps the most attention mass.
+"""Slots where they gain most: the split of a total that loses the least.
 
-    maximise  sum_c m_c(k_c)    subject to    sum_c k_c = total,  k_c on the grid of pages
+    minimise  sum_c l_c(k_c)    subject to    sum_c k_c = total
 
-For concave curves the greedy rule is the optimum: all pages of all cells in the order of what each
-gains, and the best ones until the total is spent. A measured curve need not be concave (a ranking
-can find its best keys late), so a cell's pages are first merged with their neighbours until gains
-fall along it: the slopes of the smallest concave curve above (pool adjacent violators). Ties go to
-the earlier page, then the earlier cell. No random number, no iteration that could stop early.
+for loss curves l_c on a grid of counts. Where they are convex the greedy rule is the optimum: all
+steps of all cells in the order of what a slot of each gains, and the best ones until the total is
+spent. A measured curve need not be convex (a ranking can find its best keys late), so a cell's
+steps are first merged with their neighbours until gains fall along it: the slopes of the largest
+convex curve below (pool adjacent violators). Ties go to the earlier step, then the earlier cell. No
+random number, no iteration that could stop early.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ def falling(gains: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     return np.repeat([gain / size for gain, size, _ in merged], [steps for *_, steps in merged])
 
 
-def best_counts(mass: np.ndarray, slots: np.ndarray, total: int, weight: int = 1) -> np.ndarray:
-    """Slots int [C] of each cell for curves float [C, K] at kept counts `slots` [K].
+def best_counts(loss: np.ndarray, slots: np.ndarray, total: int, weight: int = 1) -> np.ndarray:
+    """Slots int [C] of each cell for loss curves [C, K] at kept counts `slots` [K].
 
     total: slots of all cells together, weight: real slots that one of a cell stands for (the heads
-    of a layer that are given the same). Every cell has slots[0]. The last page that is bought is
+    of a layer that are given the same). Every cell has slots[0]. The last step that is bought is
     cut so that the sum is exact; what is left below `weight` is not given out.
 
     Raises:
         ValueError: a total that does not pay for slots[0] of every cell, or is above all.
     """
-    cells, least, most = len(mass), int(slots[0]), int(slots[-1])
+    cells, least, most = len(loss), int(slots[0]), int(slots[-1])
     units = total // weight
     if not cells * least <= units <= cells * most:
         raise ValueError(
@@ -47,8 +48,8 @@ def best_counts(mass: np.ndarray, slots: np.ndarray, total: int, weight: int = 1
             f"{total}"
         )
     sizes = np.diff(slots)
-    slopes = np.stack([falling(np.diff(curve), sizes) for curve in mass])  # [C, K - 1]
-    # By falling slope; then by page, then by cell: a cell's pages come in their order.
+    slopes = np.stack([falling(-np.diff(curve), sizes) for curve in loss])  # [C, K - 1]
+    # By falling slope; then by step, then by cell: a cell's steps come in their order.
     cell, step = np.divmod(np.arange(slopes.size), len(sizes))
     order = np.lexsort((cell, step, -slopes.ravel()))
     counts, left = np.full(cells, least), units - cells * least
@@ -61,7 +62,6 @@ def best_counts(mass: np.ndarray, slots: np.ndarray, total: int, weight: int = 1
     return counts
 
 
-def kept_mass(mass: np.ndarray, slots: np.ndarray, counts: np.ndarray) -> float:
-    """Mean over cells of what curves [C, K] say of `counts` [C], linear between grid points."""
-    values = [np.interp(n, slots, curve) for n, curve in zip(counts, mass, strict=True)]
-    return float(np.mean(values))
+def lost(loss: np.ndarray, slots: np.ndarray, counts: np.ndarray) -> float:
+    """Sum over cells of what curves [C, K] say of `counts` [C], linear between grid points."""
+    return sum(float(np.interp(n, slots, row)) for n, row in zip(counts, loss, strict=True))

@@ -14,7 +14,7 @@ from sparsekv.diagnose.activations import Activations, massive
 from sparsekv.diagnose.attention_files import write_attention
 from sparsekv.diagnose.heads import HeadTable, attention
 from sparsekv.diagnose.massive_files import write_massive
-from sparsekv.diagnose.planning import FUTURE, MeasuredPlan, make_plan, write_plan
+from sparsekv.diagnose.planning import LATER, MeasuredPlan, make_plan, write_plan
 from sparsekv.diagnose.texts import Text, first_ids, read_texts, stretches, token_texts
 from sparsekv.plotting import pyplot
 from sparsekv.policies.base import one_of
@@ -48,14 +48,20 @@ Keep = Annotated[
 TextFiles = Annotated[
     list[Path] | None, typer.Option("--text", help="UTF-8 text files; without one, Python's help.")
 ]
-Stretches = Annotated[
-    int, typer.Option("--stretches", help="Stretches of a text to measure, at most.")
+Later = Annotated[int, typer.Option(help="Tokens after a prompt, whose queries count.")]
+Stretches = Annotated[int, typer.Option("--stretches", help="Prompts to take of a text, at most.")]
+GoesOn = Annotated[
+    bool, typer.Option("--goes-on", help="Later tokens are the text's next, not a part once more.")
+]
+Measure = Annotated[
+    str,
+    typer.Option(metavar="<error|mass>", help="What is lost: errors, or attention that is missed."),
 ]
 Per = Annotated[
     str,
     typer.Option(
         metavar="<auto|layer|head>",
-        help="One budget a layer, or a head; auto: what keeps more attention.",
+        help="One budget a layer, or a head; auto: what loses less.",
     ),
 ]
 Out = Annotated[Path, typer.Option(help="A folder, made if it is not there.")]
@@ -158,8 +164,10 @@ def _plan(
     keep: Keep = "0.1",
     files: TextFiles = None,
     tokens: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 2048,
-    future: Annotated[int, typer.Option(help="Tokens after it, whose queries count.")] = FUTURE,
+    later: Later = LATER,
     most: Stretches = 3,
+    goes_on: GoesOn = False,
+    measure: Measure = "error",
     per: Per = "auto",
     model: Model = None,
     device: Device = "auto",
@@ -168,17 +176,19 @@ def _plan(
     """Measure which layers and heads need more of a budget, for --policy planned --plan."""
     budget = parse_budget(keep)
     one_of("per", per, ("auto", "layer", "head"))
+    one_of("measure", measure, ("error", "mass"))
     if not out.parent.is_dir():
         raise ValueError(f"expected --out in a folder that exists, got {str(out)!r}")
     read = read_texts(files)
     network, tokenizer = _load(model, device, dtype)
-    parts = [stretches(tokenizer, text, tokens + future, most) for text in read]
-    with spinning(f"{sum(map(len, parts))} stretches of {tokens + future} tokens"):
-        ids = [one for own in parts for one in own]
-        plan = make_plan(network, ids, keep=budget, future=future, per=per)
+    parts = [stretches(tokenizer, text, tokens, later, most, repeat=not goes_on) for text in read]
+    ids = [one for own in parts for one in own]
+    with spinning(f"{len(ids)} prompts of {tokens} tokens"):
+        plan = make_plan(network, ids, keep=budget, later=later, measure=measure, per=per)
     names = {"name": model or models.PACKAGE, "class": type(network).__name__}
     about: dict[str, Any] = {"sparsekv": sparsekv.__version__, "model": names, "keep": budget}
     about["texts"] = [_told(text, own) for text, own in zip(read, parts, strict=True)]
+    about["later_tokens"] = "next of the text" if goes_on else "part of the prompt"
     write_plan(plan, out, about)
     _show_plan(plan)
     _written([out])
@@ -193,10 +203,11 @@ def _show_plan(plan: MeasuredPlan) -> None:
     for layer, row in enumerate(plan.slots.tolist()):
         note = " (full)" if layer in plan.full_layers else ""
         print(f"layer {layer}: {' '.join(map(str, row if plan.per == 'head' else row[:1]))}{note}")
-    equal, by_layer, by_head = (plan.kept[name] for name in ("uniform", "layer", "head"))
+    equal, by_layer, by_head = (plan.loss[name] for name in ("uniform", "layer", "head"))
+    what = {"error": "error (of that of the window alone)", "mass": "attention missed"}
     print(
-        f"attention that later queries find: {equal:.4f} with equal budgets, {by_layer:.4f} "
-        f"by layer, {by_head:.4f} by head, {plan.at_stake:.4f} if all stays"
+        f"{what[plan.measure]} on texts left out: {equal:.4f} with equal budgets, {by_layer:.4f} "
+        f"by layer, {by_head:.4f} by head"
     )
 
 

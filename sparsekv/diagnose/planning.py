@@ -1,18 +1,20 @@
 """`make_plan`: how many slots each layer and KV head of a model deserves of a total.
 
-    maximise  sum_lh m_lh(k_lh)    subject to    sum_lh k_lh = L HK C,  k_lh >= w
+    minimise  sum_lh l_lh(k_lh)    subject to    sum_lh k_lh = L HK C,  k_lh >= w
 
-m: the mass curves of `mass.py`, averaged over texts: of what later queries attend among a prompt's
-keys, how much a head that keeps k of them still has. `allocate.py` solves it, by pages: give the
-next page where it gains the most. A layer in which every page gains more than elsewhere ends up
-full; one whose heads look at sinks and neighbours only gets little more than the window.
+l: the loss curves of `curves.py`, averaged over texts: what later queries lose when a head keeps k
+keys of a prompt. `allocate.py` solves it: the next slots go where they save the most. A head whose
+every key saves more than those of others ends up full; one that looks at sinks and neighbours gets
+little more than the window.
+
+measure="error" counts errors behind the output projection, "mass" attention that is missed. The
+texts decide what is measured: where the later tokens repeat a part of the prompt, the heads that
+look things up are at work and their errors count; where the text goes on, they mostly rest on the
+first token. `texts.stretches` makes both.
 
 per="layer" gives the heads of a layer the same, so that it holds one number a layer; per="head" is
-free. Which of them keeps more mass of a text that it was not made from is measured: each text by
-the plan of the others (with one text, by its own). "auto" takes heads if they keep more.
-
-Attention mass is not quality. A plan is made for what it measures: texts of the kind and length
-that the model will meet.
+free. Which of them loses less on a text that it was not made from is measured: each text by the
+plan of the others (with one text, by its own). "auto" takes heads if they lose less.
 """
 
 from __future__ import annotations
@@ -27,31 +29,30 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sparsekv.diagnose.allocate import best_counts, kept_mass
-from sparsekv.diagnose.mass import Curves, mass_curves
+from sparsekv.diagnose.allocate import best_counts, lost
+from sparsekv.diagnose.curves import Curves, loss_curves
 from sparsekv.policies import Planned, SnapKV, resolve_budget
 from sparsekv.policies.base import one_of
 
-FUTURE, PAGE = 256, 16
+LATER, PAGE = 256, 16
 
 
 @dataclass(frozen=True)
 class MeasuredPlan:
     """slots int [L, HK], the counts for a prompt of `tokens` at `budget` a head on average.
 
-    kept: the mass that stays, by "uniform", "layer" and "head", of texts that a plan was not made
-    from; at_stake: all of it.
+    loss: by "uniform" (equal budgets), "layer" and "head", of texts that a plan was not made from.
     """
 
     slots: np.ndarray
     per: str
+    measure: str
     tokens: int
+    later: int
     budget: int
     window: int
-    future: int
     head_dim: int
-    kept: dict[str, float]
-    at_stake: float
+    loss: dict[str, float]
 
     @property
     def shares(self) -> tuple[tuple[int, ...], ...]:
@@ -73,62 +74,63 @@ def make_plan(
     texts: Sequence[Tensor],
     *,
     keep: int | float,
+    later: int = LATER,
     scorer: SnapKV | None = None,
-    future: int = FUTURE,
+    measure: str = "error",
     per: str = "auto",
     page: int = PAGE,
 ) -> MeasuredPlan:
-    """Measure `texts`, ids int64 [1, n + future] each, and split `keep` slots a head on average.
+    """Measure `texts`, ids int64 [1, n + later] each, and split `keep` slots a head on average.
 
-    keep: as `budget` of `sparsekv.patch`, of prompts of n tokens.
+    keep: as `budget` of `sparsekv.patch`, of prompts of n tokens. measure: "error" or "mass". per:
+    "auto", "layer" or "head".
 
     Raises:
         ValueError: a budget that does not exceed the scorer's window, or is above n; otherwise see
-            `mass_curves`.
+            `loss_curves`.
     """
     one_of("per", per, ("auto", "layer", "head"))
     scorer = SnapKV() if scorer is None else scorer
-    curves = mass_curves(model, texts, scorer=scorer, future=future, page=page)
+    curves = loss_curves(model, texts, scorer=scorer, later=later, measure=measure, page=page)
     budget = resolve_budget(keep, curves.tokens)
     if not scorer.window < budget <= curves.tokens:
         raise ValueError(
             f"expected a budget above the {scorer.window} tokens of the window and up to the "
             f"{curves.tokens} of a prompt, got {budget}"
         )
-    kept = compare(curves, budget)
+    loss = compare(curves, budget)
     if per == "auto":
-        per = "head" if kept["head"] > kept["layer"] else "layer"
+        per = "head" if loss["head"] < loss["layer"] else "layer"
     config: Any = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return MeasuredPlan(
-        split(curves.mass.mean(0), curves.slots, budget, per), per, curves.tokens, budget,
-        scorer.window, future, head_dim, kept, float(curves.mass[..., -1].mean()),
+        split(curves.loss.mean(0), curves.slots, budget, per), per, measure, curves.tokens, later,
+        budget, scorer.window, head_dim, loss,
     )  # fmt: skip
 
 
-def split(mass: np.ndarray, slots: np.ndarray, budget: int, per: str) -> np.ndarray:
+def split(loss: np.ndarray, slots: np.ndarray, budget: int, per: str) -> np.ndarray:
     """Slots int [L, HK] for curves [L, HK, K]; they sum to L HK budget."""
-    layers, heads, _ = mass.shape
+    layers, heads, _ = loss.shape
     total = layers * heads * budget
     if per == "layer":
-        return np.repeat(best_counts(mass.sum(1), slots, total, heads)[:, None], heads, 1)
-    return best_counts(mass.reshape(layers * heads, -1), slots, total).reshape(layers, heads)
+        return np.repeat(best_counts(loss.sum(1), slots, total, heads)[:, None], heads, 1)
+    return best_counts(loss.reshape(layers * heads, -1), slots, total).reshape(layers, heads)
 
 
 def compare(curves: Curves, budget: int) -> dict[str, float]:
-    """Mass kept by equal budgets and by both splits, of texts left out: means over texts."""
+    """Losses of equal budgets and of both splits, of texts left out: means over texts."""
     found: dict[str, list[float]] = {"uniform": [], "layer": [], "head": []}
-    count, layers, heads, points = curves.mass.shape
-    for i, own in enumerate(curves.mass):
-        others = np.delete(curves.mass, i, 0) if count > 1 else curves.mass
+    count, layers, heads, points = curves.loss.shape
+    for i, own in enumerate(curves.loss):
+        others = np.delete(curves.loss, i, 0) if count > 1 else curves.loss
         tables = {
             "uniform": np.full((layers, heads), budget),
             "layer": split(others.mean(0), curves.slots, budget, "layer"),
             "head": split(others.mean(0), curves.slots, budget, "head"),
         }
         for name, table in tables.items():
-            flat = own.reshape(layers * heads, points)
-            found[name].append(kept_mass(flat, curves.slots, table.ravel()))
+            found[name].append(lost(own.reshape(-1, points), curves.slots, table.ravel()))
     return {name: float(np.mean(values)) for name, values in found.items()}
 
 
@@ -139,14 +141,13 @@ def write_plan(plan: MeasuredPlan, file: Path, about: dict[str, Any]) -> None:
     data = {
         **about,
         "model": about.get("model", {}) | model,
-        "method": "greedy pages on mass curves",
+        "measure": plan.measure,
         "per": plan.per,
         "tokens": plan.tokens,
+        "later": plan.later,
         "budget": plan.budget,
         "window": plan.window,
-        "future": plan.future,
-        "mass_kept": {name: round(value, 6) for name, value in plan.kept.items()},
-        "mass_at_stake": round(plan.at_stake, 6),
+        "loss": {name: round(value, 6) for name, value in plan.loss.items()},
         "full_layers": plan.full_layers,
     }
     rows = ",\n  ".join(json.dumps(row) for row in plan.shares)

@@ -65,26 +65,39 @@ def first_ids(tokenizer: Any, text: Text, tokens: int) -> Tensor:
     return ids
 
 
-def stretches(tokenizer: Any, text: Text, tokens: int, most: int) -> list[Tensor]:
-    """Stretches of a text of just `tokens` ids each, one after the other: at most `most`.
+def stretches(
+    tokenizer: Any, text: Text, tokens: int, later: int, most: int, *, repeat: bool
+) -> list[Tensor]:
+    """At most `most` prompts of a text with what comes later, ids int64 [1, tokens + later] each.
 
-    Each begins with what the tokenizer puts in front of a text, the token that models attend to
-    when there is nothing to attend to.
+    The prompts are stretches of the text, one after the other. repeat: what comes later is a part
+    of the prompt once more, from another place in each; else the text goes on. Each begins with
+    what the tokenizer puts in front of a text, the token that models attend to when there is
+    nothing to attend to.
 
     Raises:
-        ValueError: a text too short for one stretch, or nothing asked for.
+        ValueError: a text too short for one of them, or nothing asked for.
     """
     front = list(tokenizer("")["input_ids"])
     size = tokens - len(front)
-    if size < 1 or most < 1:
-        raise ValueError(f"expected at least 1 stretch of some tokens, got {most} of {tokens}")
+    if min(later, most) < 1 or size < (later if repeat else 1):
+        raise ValueError(
+            f"expected at least 1 prompt, with at least 1 token later and as many in front, got "
+            f"{most} of {tokens} tokens and {later} later"
+        )
     ids = tokenizer(text.text, add_special_tokens=False)["input_ids"]
-    starts = range(0, len(ids) - size + 1, size)[:most]
+    step = size if repeat else size + later
+    starts = range(0, len(ids) - step + 1, step)[:most]
     if not starts:
         raise ValueError(
-            f"expected a text of at least {size} tokens, got {len(ids)} in {text.name!r}"
+            f"expected a text of {step} tokens or more, got {len(ids)} in {text.name!r}"
         )
-    return [torch.tensor([front + ids[start : start + size]]) for start in starts]
+    found = []
+    for i, start in enumerate(starts):
+        own = ids[start : start + step]
+        at = (size - later) * (i + 1) // (len(starts) + 1)
+        found.append(torch.tensor([front + own + (own[at : at + later] if repeat else [])]))
+    return found
 
 
 def token_texts(tokenizer: Any, ids: Tensor) -> list[str]:

@@ -15,12 +15,17 @@ NAME = "recorded"
 
 @dataclass(frozen=True)
 class Layer:
-    """p [HQ, T, T] over the tokens, sink [HQ, T] what a learned sink took; HK heads of keys."""
+    """p [HQ, T, T] over the tokens, sink [HQ, T] what a learned sink took; v [HK, T, D], w_o."""
 
     p: Tensor
     sink: Tensor
-    kv_heads: int
+    v: Tensor
+    w_o: Tensor
     window: int | None
+
+    @property
+    def kv_heads(self) -> int:
+        return len(self.v)
 
     def by_kv_head(self, values: Tensor) -> Tensor:
         """Mean over the heads of a group, [HQ, ...] -> [HK, ...]."""
@@ -49,7 +54,8 @@ def record(model: Any, ids: Tensor) -> list[Layer]:
         if s_aux is not None:
             sink = s_aux.double()[:, None, None].expand(-1, tokens, 1)
         p = torch.cat([x, sink], -1).softmax(-1)
-        layers.append(Layer(p[..., :-1], p[..., -1], len(k), window))
+        w_o = module.o_proj.weight.detach().double()
+        layers.append(Layer(p[..., :-1], p[..., -1], v, w_o, window))
         out = p[..., :-1] @ v.repeat_interleave(group, 0)
         return out.transpose(0, 1)[None].to(model.dtype), None
 

@@ -10,7 +10,7 @@ import torch
 from eager import record
 
 from sparsekv.diagnose import attention, massive
-from sparsekv.diagnose.mass import mass_curves
+from sparsekv.diagnose.curves import loss_curves
 from sparsekv.diagnose.texts import first_ids, read_texts
 from sparsekv.models import PACKAGE, load
 from sparsekv.policies import SnapKV
@@ -60,13 +60,15 @@ def test_attention_is_that_of_its_matrices(smollm):
 def test_mass_curves_are_those_of_its_matrices(smollm):
     """Ranks may differ where votes nearly tie; the mass at a count hardly does."""
     model, ids = smollm
-    curves = mass_curves(model, [ids], scorer=SnapKV(window=8, pool="none"), future=32)
+    scorer = SnapKV(window=8, pool="none")
+    curves = loss_curves(model, [ids], scorer=scorer, later=32, measure="mass")
     for i, layer in enumerate(record(model, ids)):
         votes = layer.by_kv_head(layer.p[:, 120:128, :128].sum(1))
         votes[:, 120:] = torch.inf
         later = layer.by_kv_head(layer.p[:, 128:, :128].mean(1))
-        mass = later.gather(-1, votes.argsort(-1, descending=True)).cumsum(-1)
-        np.testing.assert_allclose(curves.mass[0, i], mass[:, curves.slots - 1].numpy(), atol=2e-3)
+        kept = later.gather(-1, votes.argsort(-1, descending=True)).cumsum(-1)
+        missed = (kept[:, -1:] - kept[:, curves.slots - 1]) / 90
+        np.testing.assert_allclose(curves.loss[0, i], missed.numpy(), atol=2e-5)
 
 
 def test_its_massive_activation_makes_its_sink(smollm):
