@@ -1,10 +1,9 @@
 """Damage: how far a layer's output moves when its later queries lose all but k keys of a prompt.
 
-    d_h(k) = sum_i |W_h (o_i(k) - o_i)|^2
+    d_hi(k) = |W_h (o_i(k) - o_i)|^2
 
 i: the queries behind the prompt; o_i(k): attention over the k best keys of the prompt and all keys
-behind it, a learned sink included; W_h: the output projection's columns of KV head h's queries. The
-errors of different heads are added as if they were independent.
+behind it, a learned sink included; W_h: the output projection's columns of KV head h's queries.
 
 All k of a grid cost one attention: the keys between two grid points are attended by themselves, by
 the prefill kernel, and joined with what is there by the log-sum-exp,
@@ -24,8 +23,9 @@ from sparsekv.hf.watch import Attended, attention
 from sparsekv.kernels.prefill import prefill_attention
 
 
-def damage(seen: Attended, order: Tensor, slots: np.ndarray, w_o: Tensor) -> np.ndarray:
-    """d [HK, K] for counts `slots` int [K]; order int64 [HK, n]: the prompt's keys, best first.
+def damage(seen: Attended, order: Tensor, slots: np.ndarray, w_o: Tensor) -> Tensor:
+    """d fp32 [HK, F, K] for counts `slots` int [K]; order int64 [HK, n]: the prompt's keys, best
+    first.
 
     w_o [D_model, HQ * D] as nn.Linear keeps it.
     """
@@ -41,8 +41,8 @@ def damage(seen: Attended, order: Tensor, slots: np.ndarray, w_o: Tensor) -> np.
         joined = _join(joined, _over(seen, q, *(x[:, before:count] for x in best)))
         before = count
         error = (joined[0] - true).flatten(2) @ weights  # [HK, F, D_model]
-        found.append(error.square().sum((1, 2), dtype=torch.float64))
-    return torch.stack(found, -1).cpu().numpy()
+        found.append(error.square().sum(-1))
+    return torch.stack(found, -1)
 
 
 def _by_head(x: Tensor, heads: int) -> Tensor:

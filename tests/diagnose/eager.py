@@ -15,13 +15,17 @@ NAME = "recorded"
 
 @dataclass(frozen=True)
 class Layer:
-    """p [HQ, T, T] over the tokens, sink [HQ, T] what a learned sink took; v [HK, T, D], w_o."""
+    """p [HQ, T, T] over the tokens, sink [HQ, T] what a learned sink took; v [HK, T, D], w_o.
+
+    stream [T, D_model] behind the layer.
+    """
 
     p: Tensor
     sink: Tensor
     v: Tensor
     w_o: Tensor
     window: int | None
+    stream: list[Tensor]
 
     @property
     def kv_heads(self) -> int:
@@ -55,15 +59,21 @@ def record(model: Any, ids: Tensor) -> list[Layer]:
             sink = s_aux.double()[:, None, None].expand(-1, tokens, 1)
         p = torch.cat([x, sink], -1).softmax(-1)
         w_o = module.o_proj.weight.detach().double()
-        layers.append(Layer(p[..., :-1], p[..., -1], v, w_o, window))
+        layers.append(Layer(p[..., :-1], p[..., -1], v, w_o, window, []))
         out = p[..., :-1] @ v.repeat_interleave(group, 0)
         return out.transpose(0, 1)[None].to(model.dtype), None
+
+    def behind(module, args, output):
+        layers[module.self_attn.layer_idx].stream.append(output[0].double())
 
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
     before = model.config._attn_implementation
     model.set_attn_implementation(NAME)
+    handles = [layer.register_forward_hook(behind) for layer in model.model.layers]
     with torch.no_grad():
         model(ids, use_cache=False)
+    for handle in handles:
+        handle.remove()
     model.set_attn_implementation(before)
     return layers

@@ -47,7 +47,8 @@ def missed(layer, head, kept, tokens):
 
 
 def error(layer, head, kept, tokens):
-    """Squared errors behind the output projection, from masked and renormalised rows."""
+    """Squared errors behind the output projection, from masked and renormalised rows, each as a
+    share of the residual stream behind the layer."""
     group, width = len(layer.p) // layer.kv_heads, layer.v.shape[-1]
     own = slice(head * group, (head + 1) * group)
     p, sink = layer.p[own, tokens:], layer.sink[own, tokens:]
@@ -57,7 +58,9 @@ def error(layer, head, kept, tokens):
     fewer = fewer / (fewer.sum(-1) + sink)[..., None]
     moved = ((fewer - p) @ layer.v[head]).transpose(0, 1).flatten(1)  # [F, G D]
     first = head * group * width
-    return float((moved @ layer.w_o[:, first : first + group * width].T).square().sum())
+    added = moved @ layer.w_o[:, first : first + group * width].T
+    stream = layer.stream[0][tokens:]
+    return float((added.square().sum(-1) / stream.square().sum(-1)).sum())
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
@@ -82,9 +85,11 @@ def test_curves_are_what_the_policy_loses(family, measure):
 
 
 def test_errors_of_many_texts_weigh_the_same():
-    """Each is a share of its own worst, however large its numbers are."""
-    curves = loss_curves(tiny_llama(), [prompt(40, i) for i in range(3)], scorer=SCORER, later=9)
+    """Each is a share of its own worst, however large its numbers are; no hook stays."""
+    model = tiny_llama()
+    curves = loss_curves(model, [prompt(40, i) for i in range(3)], scorer=SCORER, later=9)
     assert curves.loss[..., 0].sum((1, 2)) == pytest.approx(1.0)
+    assert not any(layer._forward_hooks for layer in model.model.layers)
 
 
 def test_the_grid_is_fine_where_little_is_kept():
