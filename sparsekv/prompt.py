@@ -26,7 +26,7 @@ from sparsekv.selecting import note_keys
 from sparsekv.selection import Candidates, Kept, choose
 from sparsekv.sinks import shift_sinks
 from sparsekv.state import SparseState
-from sparsekv.statistics import statistic
+from sparsekv.statistics import Lengths, statistic
 from sparsekv.step import Part
 
 Remembered = tuple[Tensor, Tensor] | None  # queries and their positions
@@ -36,20 +36,40 @@ def prefill(
     state: SparseState, layer: int, part: Part, q: Tensor, k: Tensor, v: Tensor, scores: Scores
 ) -> Tensor:
     """Attend a prompt densely and write what the policy keeps; see `sparsekv.attention.attend`."""
+    out, lse = attend_prompt(part, q, k, v, scores, state.layers[layer].window)
+    keep_prompt(state, layer, part, q, k, v, scores, lse)
+    return out
+
+
+def attend_prompt(
+    part: Part, q: Tensor, k: Tensor, v: Tensor, scores: Scores, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """Dense attention of a prompt: out [B, T, HQ, D] and lse fp32 [HQ, B * T]."""
+    lengths, geometry = _packed(part, q.device, scores, window)
+    flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+    out, lse = prefill_attention(
+        flat[0], flat[1], flat[2], *lengths, sinks=scores.sinks, **geometry
+    )
+    return out.unflatten(0, (len(q), part.tokens)), lse
+
+
+def keep_prompt(
+    state: SparseState,
+    layer: int,
+    part: Part,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scores: Scores,
+    lse: Tensor,
+) -> None:
+    """Write what the policy keeps of a prompt that has been attended; lse of `attend_prompt`."""
     rows = part.on(q.device)
     batch, heads = k.shape[:2]
-    flat_q, flat_k, flat_v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    lengths = (rows.cu, rows.cu, part.tokens, part.tokens)
-    geometry: dict[str, Any] = {
-        "softmax_scale": scores.softmax_scale,
-        "softcap": scores.softcap,
-        "window": state.layers[layer].window,
-        "seqused_q": rows.used,
-        "seqused_k": rows.used,
-    }
-    out, lse = prefill_attention(flat_q, flat_k, flat_v, *lengths, sinks=scores.sinks, **geometry)
 
     def columns_of(need: Need) -> Tensor:
+        lengths, geometry = _packed(part, q.device, scores, state.layers[layer].window)
+        flat_q, flat_k = (x.transpose(1, 2).flatten(0, 1) for x in (q, k))
         own = state.ordinal[layer]
         return statistic(
             need, flat_q, flat_k, lse, lengths, lambda: _positions(part, q.device) + 1, own,
@@ -69,7 +89,21 @@ def prefill(
     kept = choose(state, layer, candidates, columns_of, asked.feature)
     _write_kept(state, layer, part, k, v, kept)
     asked.remember()
-    return out.unflatten(0, (batch, part.tokens))
+
+
+def _packed(
+    part: Part, device: torch.device, scores: Scores, window: int | None
+) -> tuple[Lengths, dict[str, Any]]:
+    """The rows of a prompt as sequences of a flat [B * T] axis, as the kernels want it said."""
+    rows = part.on(device)
+    geometry = {
+        "softmax_scale": scores.softmax_scale,
+        "softcap": scores.softcap,
+        "window": window,
+        "seqused_q": rows.used,
+        "seqused_k": rows.used,
+    }
+    return (rows.cu, rows.cu, part.tokens, part.tokens), geometry
 
 
 def _write_kept(

@@ -35,15 +35,14 @@ def data_file(request: Request, name: str, purpose: str) -> Path:
 
 def encode(tokenizer: Any, text: str) -> list[int]:
     """Token ids of a piece that follows another: no special tokens."""
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
 
 
 def opening(tokenizer: Any, text: str) -> list[int]:
     """Token ids of the first piece, with the special tokens that the tokenizer puts before it."""
     bos = getattr(tokenizer, "bos_token_id", None)
-    with_special = list(tokenizer(text or "x")["input_ids"])
-    starts = bos is not None and with_special[:1] == [bos]
-    return ([bos] if starts else []) + (encode(tokenizer, text) if text else [])
+    starts = bos is not None and tokenizer("x")["input_ids"][0] == bos
+    return ([int(bos)] if starts and bos is not None else []) + encode(tokenizer, text)
 
 
 def passages(request: Request, pattern: str, tokens: int, rng: random.Random) -> list[list[int]]:

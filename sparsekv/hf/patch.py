@@ -188,7 +188,14 @@ def new_cache(model: PreTrainedModel) -> SparseCache:
     Raises:
         ValueError: the model is not patched.
     """
-    record = _record(model)
+    return cache_under(model, patch_of(model))
+
+
+def cache_under(model: PreTrainedModel, record: Patch) -> SparseCache:
+    """An empty cache as `new_cache` makes it while `record` is on the model.
+
+    Caches carry their policy: a patched model serves those of any record, unless its policy prunes.
+    """
     return SparseCache(
         record.policy, record.budget, layer_specs(model),
         page_size=record.page_size, sink_shift=record.sink_shift, kv_dtype=record.kv_dtype,
@@ -201,7 +208,12 @@ def is_patched(model: PreTrainedModel) -> bool:
     return _RECORD in model.__dict__
 
 
-def _record(model: PreTrainedModel) -> Patch:
+def patch_of(model: PreTrainedModel) -> Patch:
+    """What `patch` has put on the model.
+
+    Raises:
+        ValueError: the model is not patched.
+    """
     record = model.__dict__.get(_RECORD)
     if record is None:
         raise ValueError("expected a model patched by sparsekv.patch, got one without a policy")
@@ -214,7 +226,7 @@ def _prove(model: PreTrainedModel) -> None:
         raise ValueError(
             f"expected a model whose attention function can be chosen, got {type(model).__name__}"
         )
-    record = _record(model)
+    record = patch_of(model)
     layers, size, shift = layer_specs(model), record.page_size, record.sink_shift
     cache = SparseCache(Full(), 1, layers, page_size=size, kv_dtype=record.kv_dtype)
     self_test(model, cache)
@@ -309,7 +321,7 @@ def _may_compile(self: PreTrainedModel, model_kwargs: dict, generation_config: A
 
 def _compiled_call(self: PreTrainedModel, compile_config: Any) -> GraphedDecode:
     """Stand in for `get_compiled_call`."""
-    return GraphedDecode(self, compile_config, _record(self).compiled)
+    return GraphedDecode(self, compile_config, patch_of(self).compiled)
 
 
 # What `patch` binds to the instance.

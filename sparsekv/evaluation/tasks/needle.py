@@ -1,7 +1,7 @@
 """Needles: magic words in prose, asked for one by one.
 
 Plain completion with two worked questions about other words of the same text. Each word is stated
-twice in one sentence pair; the pairs stand at stratified depths.
+twice on a line of its own; the lines stand at stratified depths.
 """
 
 from __future__ import annotations
@@ -15,28 +15,25 @@ _HEAD = (
     "Some special magic words are hidden within the following text. Make sure to memorize them.\n\n"
 )
 _FACT = (
-    " The special magic word for {0} is {1}. Remember it: the special magic word for {0} is {1}."
+    "\nThe special magic word for {0} is {1}. Remember it: the special magic word for {0} is {1}.\n"
 )
 _ASK = (
     "\n\nQuestion: What is the special magic word for {0}?"
     "\nAnswer: The special magic word for {0} is"
 )
 _DEMOS = 2
-_COLOURS = (
-    "amber", "silver", "golden", "purple", "crimson", "green", "orange", "white", "black", "yellow",
-    "brown", "pink", "scarlet", "violet", "blue", "gray",
-)  # fmt: skip
-_THINGS = (
-    "anchor", "bridge", "candle", "mirror", "basket", "ladder", "hammer", "lantern", "window",
-    "bottle", "garden", "castle", "wagon", "blanket", "button", "compass", "drum", "feather",
-    "kettle", "violin",
-)  # fmt: skip
-_WORDS = (
-    "tiger", "river", "copper", "forest", "planet", "guitar", "lemon", "rocket", "winter", "eagle",
-    "diamond", "rabbit", "ocean", "butter", "thunder", "pepper", "dragon", "cotton", "island",
-    "marble", "salmon", "piano", "desert", "magnet", "turtle", "cherry", "pencil", "whale", "wolf",
-    "honey", "coffee", "camel",
-)  # fmt: skip
+# Stuffs and colours ("iron gate", "blue gate") would be taken for the magic word itself.
+_QUALITIES, _THINGS, _WORDS = (
+    tuple(words.split())
+    for words in (
+        "ancient broken gentle hidden lonely modern narrow open plain quiet rapid rusty secret "
+        "simple tiny upper vast warm wide young busy clever dusty empty",
+        "anchor bell chest drum engine flag gate hammer island jar kettle ladder mirror needle "
+        "oven pillow quilt ring saddle tower urn vase wheel yarn",
+        "tiger river lemon rocket winter eagle rabbit ocean butter thunder pepper dragon piano "
+        "desert turtle cherry pencil whale wolf honey coffee camel guitar planet",
+    )
+)
 
 
 def needle(request: Request, tokens: int, keys: int) -> Task:
@@ -50,21 +47,23 @@ def needle(request: Request, tokens: int, keys: int) -> Task:
     examples = []
     for i, (facts, facts_ids, ids) in enumerate(zip(drawn, pieces, prose, strict=True)):
         room = tokens - len(head) - sum(map(len, facts_ids))
-        text = insert(tokenizer, ids[:room], facts_ids, strata(keys, rng))
+        depths = strata(keys, rng)
+        rng.shuffle(depths)
+        text = insert(tokenizer, ids[:room], facts_ids, depths)
         questions = tuple(_question(tokenizer, facts, j) for j in range(keys))
         examples.append(Example(str(i), tuple(head + text), questions))
     return Task(f"needle-{tokens // 1024}k", "forced", "em", tuple(examples))
 
 
 def _facts(keys: int, rng: random.Random) -> list[tuple[str, str]]:
-    """(key, word), no colour, thing or word twice as far as they reach."""
-    colours, things = rng.sample(_COLOURS, keys), rng.sample(_THINGS, keys)
-    names = [f"{colour} {thing}" for colour, thing in zip(colours, things, strict=True)]
+    """(key, word), no quality, thing or word twice."""
+    qualities, things = rng.sample(_QUALITIES, keys), rng.sample(_THINGS, keys)
+    names = [f"{quality} {thing}" for quality, thing in zip(qualities, things, strict=True)]
     return list(zip(names, rng.sample(_WORDS, keys), strict=True))
 
 
 def _question(tokenizer: object, facts: list[tuple[str, str]], which: int) -> Question:
-    """The demonstrations are the next facts of the text, so that they are never the answer."""
+    """The demonstrations are two of the other facts, which stand anywhere in the text."""
     demos = [facts[(which + 1 + j) % len(facts)] for j in range(_DEMOS)]
     text = "".join(f"{_ASK.format(key)} {word}." for key, word in demos)
     key, word = facts[which]
