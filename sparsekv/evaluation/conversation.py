@@ -26,11 +26,13 @@ class Rows:
     lengths: np.ndarray
 
     @classmethod
-    def of(cls, rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> Rows:
-        """A row may be empty. Where that leaves one column, there are two: a lone column is a
-        decode step, which takes no padding."""
+    def of(
+        cls, rows: Sequence[Sequence[int]], pad: int, device: torch.device, width: int = 1
+    ) -> Rows:
+        """At least `width` columns. A row may be empty. Where that leaves one column, there are
+        two: a lone column is a decode step, which takes no padding."""
         lengths = np.array([len(row) for row in rows])
-        width = max(int(lengths.max()), 2 if (lengths == 0).any() else 1)
+        width = max(int(lengths.max()), 2 if (lengths == 0).any() else width)
         ids = np.full((len(rows), width), pad, dtype=np.int64)
         for i, row in enumerate(rows):
             ids[i, width - len(row) :] = row

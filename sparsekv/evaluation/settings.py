@@ -36,6 +36,17 @@ class Setting:
         """Whether recorded prompts serve it."""
         return replayable(self.policy)
 
+    @property
+    def changed(self) -> dict[str, Any]:
+        """The policy's fields that are not at their defaults, as JSON can hold them."""
+        policy, plain = self.policy, type(self.policy)()
+        fields = {f.name: getattr(policy, f.name) for f in dataclasses.fields(policy) if f.repr}
+        return {
+            name: value if isinstance(value, bool | int | float | str | None) else repr(value)
+            for name, value in fields.items()
+            if value != getattr(plain, name)
+        }
+
     def new_cache(self, model: Any, budget: int | float | None = None) -> sparsekv.SparseCache:
         """An empty cache; budget: another than its own."""
         own = budget if budget is not None else self.budget

@@ -22,13 +22,14 @@ _ASK = (
     "\nAnswer: The special magic word for {0} is"
 )
 _DEMOS = 2
-_STUFFS, _THINGS, _WORDS = (
+# Stuffs and colours ("iron gate", "blue gate") would be taken for the magic word itself.
+_QUALITIES, _THINGS, _WORDS = (
     tuple(words.split())
     for words in (
-        "amber bronze cedar denim ebony felt granite hazel iron jade linen maple nickel oak pewter "
-        "quartz rubber silk tin velvet walnut wool zinc marble",
-        "anchor bell chest drum engine flag gate hammer island jar kettle ladder mirror needle oven "
-        "pillow quilt ring saddle tower urn vase wheel yarn",
+        "ancient broken gentle hidden lonely modern narrow open plain quiet rapid rusty secret "
+        "simple tiny upper vast warm wide young busy clever dusty empty",
+        "anchor bell chest drum engine flag gate hammer island jar kettle ladder mirror needle "
+        "oven pillow quilt ring saddle tower urn vase wheel yarn",
         "tiger river lemon rocket winter eagle rabbit ocean butter thunder pepper dragon piano "
         "desert turtle cherry pencil whale wolf honey coffee camel guitar planet",
     )
@@ -46,21 +47,23 @@ def needle(request: Request, tokens: int, keys: int) -> Task:
     examples = []
     for i, (facts, facts_ids, ids) in enumerate(zip(drawn, pieces, prose, strict=True)):
         room = tokens - len(head) - sum(map(len, facts_ids))
-        text = insert(tokenizer, ids[:room], facts_ids, strata(keys, rng))
+        depths = strata(keys, rng)
+        rng.shuffle(depths)
+        text = insert(tokenizer, ids[:room], facts_ids, depths)
         questions = tuple(_question(tokenizer, facts, j) for j in range(keys))
         examples.append(Example(str(i), tuple(head + text), questions))
     return Task(f"needle-{tokens // 1024}k", "forced", "em", tuple(examples))
 
 
 def _facts(keys: int, rng: random.Random) -> list[tuple[str, str]]:
-    """(key, word), no stuff, thing or word twice as far as they reach."""
-    stuffs, things = rng.sample(_STUFFS, keys), rng.sample(_THINGS, keys)
-    names = [f"{stuff} {thing}" for stuff, thing in zip(stuffs, things, strict=True)]
+    """(key, word), no quality, thing or word twice."""
+    qualities, things = rng.sample(_QUALITIES, keys), rng.sample(_THINGS, keys)
+    names = [f"{quality} {thing}" for quality, thing in zip(qualities, things, strict=True)]
     return list(zip(names, rng.sample(_WORDS, keys), strict=True))
 
 
 def _question(tokenizer: object, facts: list[tuple[str, str]], which: int) -> Question:
-    """The demonstrations are the next facts of the text, so that they are never the answer."""
+    """The demonstrations are two of the other facts, which stand anywhere in the text."""
     demos = [facts[(which + 1 + j) % len(facts)] for j in range(_DEMOS)]
     text = "".join(f"{_ASK.format(key)} {word}." for key, word in demos)
     key, word = facts[which]

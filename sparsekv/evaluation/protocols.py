@@ -1,0 +1,208 @@
+"""The two protocols, for one setting and a group of questions.
+
+question-agnostic   The context is compressed. Each question is fed to a copy of that cache.
+question-aware      Context and question, but its last token, are compressed, and then the last
+                    token is fed.
+
+"Fed" means, with feed="chunk": what is left of the question and the answer come in one forward,
+which attends everything that was kept and itself, causally. So all answers of a context cost one
+forward, and a policy shows what its choice among the prompt's tokens is worth; what it would drop
+later, while it decodes, it does not get to drop. With feed="steps" a question's last token and its
+answer come as decode steps, so policies that drop at every step do, and `em` is what greedy
+decoding would have emitted; before them the rest of a question comes as a chunk that the policy
+acts upon. Two kinds of policies are always fed by steps: quest, whose chunks attend everything, and
+pyramidinfer, which takes no chunk, so that it gets whole questions by step.
+
+A generated answer is decoded by steps in any case.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+import sparsekv
+from sparsekv.evaluation.answers import Answered, fed_at_once, fed_by_step, generated
+from sparsekv.evaluation.batches import Asked
+from sparsekv.evaluation.conversation import Conversation, Rows
+from sparsekv.evaluation.example import Task
+from sparsekv.evaluation.settings import Setting
+from sparsekv.hf.recording import Recording, replay
+from sparsekv.policies import PyramidInfer, resolve_budget
+
+Prompt = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A task and the patched model that is to do it. pad: a token id; ends: those that end text."""
+
+    model: Any
+    tokenizer: Any
+    task: Task
+
+    @cached_property
+    def pad(self) -> int:
+        """A token id that fills rows up."""
+        return int(getattr(self.tokenizer, "pad_token_id", None) or 0)
+
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """Token ids that end a generated text."""
+        own = getattr(self.model.generation_config, "eos_token_id", None)
+        every = [*(own if isinstance(own, list) else [own]), self.tokenizer.eos_token_id]
+        return tuple({int(i) for i in every if i is not None})
+
+    @cached_property
+    def has_short_question(self) -> bool:
+        """Whether a question is a single token, which leaves nothing to be fed before it."""
+        return min(self._question_lengths) < 2
+
+    @cached_property
+    def has_only_short_questions(self) -> bool:
+        """Whether all of them are single tokens."""
+        return max(self._question_lengths) < 2
+
+    @cached_property
+    def _question_lengths(self) -> list[int]:
+        return [len(q.prompt) for example in self.task.examples for q in example.questions]
+
+    def clock(self) -> float:
+        """Seconds, once the device has done what it was given."""
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+        return time.perf_counter()
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """Prompts in a cache after compression; figures by prompt.
+
+    kept: tokens per layer and KV head, mean. kv_bytes: measured; dense_bytes: of a dense cache.
+    ms: what compression took, by prompt, without the forward that a recording saves.
+    """
+
+    talk: Conversation
+    kept: list[float]
+    kv_bytes: list[int]
+    dense_bytes: list[int]
+    ms: float
+    note: str | None
+
+
+def compressed(
+    subject: Subject, setting: Setting, prompts: Sequence[Prompt], recording: Recording | None
+) -> Compressed:
+    """Compress prompts, all of one length if the policy prunes. recording: of just these, or None.
+
+    Raises:
+        ValueError: what the policy refuses.
+    """
+    model, started = subject.model, subject.clock()
+    budget, note = _budget(setting, len(prompts[0]), model)
+    cache = setting.new_cache(model, budget)
+    talk = Conversation(model, cache, subject.pad)
+    width = recording.columns if recording is not None else 1
+    rows = Rows.of(prompts, subject.pad, model.device, width)
+    if recording is not None and setting.replays:
+        replay(recording, cache)
+        talk.read(rows)
+    else:
+        with setting.on(model):
+            talk.prefill(rows)
+    if setting.policy.extra_passes:
+        sparsekv.compress(model, cache, rows.ids, rows.mask)
+    ms = (subject.clock() - started) * 1000 / len(prompts)
+    kept, held, dense = _measured(cache)
+    return Compressed(talk, kept, held, dense, ms, note or setting.policy.note)
+
+
+def fed(
+    subject: Subject,
+    setting: Setting,
+    talk: Conversation,
+    asked: Sequence[Asked],
+    places: Sequence[int],
+    *,
+    aware: bool,
+) -> list[list[Answered]]:
+    """What the model says to each answer of each question. places: the row of each question.
+
+    aware: all of the questions but their last tokens is in the cache.
+    """
+    rests = [a.question.prompt[-1:] if aware else a.question.prompt for a in asked]
+    rows = list(places)
+    by_step, policy = setting.feed == "steps", setting.policy
+    choices = max(len(a.answers) for a in asked) > 1 and policy.prefill_block is None
+    split = not (aware or policy.prunes or subject.has_short_question) and (by_step or choices)
+    if split:  # what all answers to a question share is fed once
+        talk.fork(rows)
+        talk.chunk([rest[:-1] for rest in rests], 1, evict=by_step)
+        rests, rows = [rest[-1:] for rest in rests], list(range(len(asked)))
+    pairs = [(i, answer) for i, a in enumerate(asked) for answer in a.answers]
+    talk.fork([rows[i] for i, _ in pairs])
+    feed = fed_by_step if by_step else fed_at_once
+    answered = iter(feed(talk, [rests[i] for i, _ in pairs], [answer for _, answer in pairs]))
+    return [[next(answered) for _ in a.answers] for a in asked]
+
+
+def written(
+    subject: Subject,
+    setting: Setting,
+    talk: Conversation,
+    asked: Sequence[Asked],
+    places: Sequence[int],
+    *,
+    aware: bool,
+) -> list[str]:
+    """What the model generates to each question; see `fed`."""
+    rests = [a.question.prompt[-1:] if aware else a.question.prompt for a in asked]
+    talk.fork(places)
+    by_step = aware or setting.policy.prunes
+    tokens = generated(
+        talk, rests, subject.task.max_new_tokens, subject.ends, by_step=by_step
+    )  # fmt: skip
+    return [subject.tokenizer.decode(row, skip_special_tokens=True) for row in tokens]
+
+
+def _budget(setting: Setting, tokens: int, model: Any) -> tuple[int | float | None, str | None]:
+    """The budget to run with, and what to say if it is not the setting's: pyramidinfer's tail alone
+    may be larger, then the smallest budget that it takes is used."""
+    policy, budget = setting.policy, setting.budget
+    if not isinstance(policy, PyramidInfer) or budget is None:
+        return budget, None
+    layers = model.config.num_hidden_layers
+    asked = resolve_budget(budget, tokens)
+    low, high = asked, max(tokens, asked)  # a budget of all tokens is always taken
+    while low < high:
+        middle = (low + high) // 2
+        try:
+            policy.layer_tokens(layers, tokens, middle)
+            high = middle
+        except ValueError:
+            low = middle + 1
+    note = f"run with the least budget for {tokens} tokens, {low}" if low > asked else None
+    return (low if note else budget), note
+
+
+def _measured(cache: sparsekv.SparseCache) -> tuple[list[float], list[int], list[int]]:
+    """Kept tokens, KV bytes and those of a dense cache, by row."""
+    state = cache.state
+    kept, held, dense = (np.zeros(len(state.tokens)) for _ in range(3))
+    heads = 0
+    for store in state.stores:
+        pool, pages = store.pool, store.pages.sum((0, 2))
+        kept += store.lens.sum((0, 2))
+        heads += store.lens.shape[0] * store.lens.shape[2]
+        held += pool.kv_bytes * pages / pages.sum()
+        for layer in state.members(store):
+            window = state.layers[layer].window
+            tokens = state.tokens if window is None else np.minimum(state.tokens, window - 1)
+            dense += tokens * store.lens.shape[2] * 2 * pool.head_dim * pool.dtype.itemsize
+    return (kept / heads).tolist(), held.round().astype(int).tolist(), dense.astype(int).tolist()
