@@ -21,6 +21,7 @@ import decode_time
 import group_reduction
 import headwise_budgets
 import observation_window
+import planned
 import pooling
 import position_modes
 import pyramid_vs_uniform
@@ -39,6 +40,7 @@ from sparsekv.progress import counting
 # In this order: what runs out of time is at the end.
 EXPERIMENTS: tuple[Runnable, ...] = (
     pyramid_vs_uniform.EXPERIMENT,
+    planned.EXPERIMENT,
     score_fidelity.EXPERIMENT,
     voting_rows.EXPERIMENT,
     decode_time.EXPERIMENT,

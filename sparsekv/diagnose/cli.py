@@ -186,6 +186,7 @@ def _plan(
     with spinning(f"{len(ids)} prompts of {tokens} tokens"):
         plan = make_plan(network, ids, keep=budget, later=later, measure=measure, per=per)
     names = {"name": model or models.PACKAGE, "class": type(network).__name__}
+    names["dtype"] = str(network.dtype).removeprefix("torch.")
     about: dict[str, Any] = {"sparsekv": sparsekv.__version__, "model": names, "keep": budget}
     about["texts"] = [_told(text, own) for text, own in zip(read, parts, strict=True)]
     about["later_tokens"] = "next of the text" if goes_on else "part of the prompt"

@@ -291,6 +291,13 @@ def test_diagnose_commands(folder, tmp_path):
     assert len(list(out.iterdir())) == 8
 
 
+@pytest.mark.parametrize("command", [["plan"], ["diagnose"], ["diagnose", "massive"]])
+def test_help_has_an_example(command):
+    result = call(*command, "-h")
+    assert result.exit_code == 0 and "Example" in result.stdout
+    assert " ".join(["sparsekv", *command]) in result.stdout
+
+
 def test_mistakes_are_one_line(folder, tmp_path, monkeypatch):
     """Found before a model is loaded, where they can be."""
     short = tmp_path / "short.txt"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -109,11 +110,7 @@ def _planned(policy: Any, slots: int, layers: int, tokens: int) -> list[Plan]:
     reserved = max(1, *(plan.sinks + plan.recent for plan in plans))
     counts = planned.slots(policy.shares, slots, reserved, tokens)
     return [
-        Plan(
-            max(row), plan.sinks, plan.recent, heads=[Plan(n, plan.sinks, plan.recent) for n in row]
-        )
-        if len(set(row)) > 1
-        else Plan(row[0], plan.sinks, plan.recent)
+        replace(plan, heads=[Plan(n, plan.sinks, plan.recent) for n in row])
         for plan, row in zip(plans, counts, strict=True)
     ]
 
