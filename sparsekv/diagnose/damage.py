@@ -34,11 +34,12 @@ def damage(seen: Attended, order: Tensor, slots: np.ndarray, w_o: Tensor) -> Ten
     weights = w_o.float().unflatten(1, (heads, -1)).permute(1, 2, 0)  # [HK, G D, D_model]
     q = _by_head(seen.q[tokens:], heads)
     index = order[..., None].expand(-1, -1, seen.k.shape[-1])
-    best = [x[:tokens].transpose(0, 1).gather(1, index) for x in (seen.k, seen.v)]  # [HK, n, D]
     joined = _behind(seen, tokens, heads)
     found, before = [], 0
     for count in slots.tolist():
-        joined = _join(joined, _over(seen, q, *(x[:, before:count] for x in best)))
+        own = index[:, before:count]
+        best = [x[:tokens].transpose(0, 1).gather(1, own) for x in (seen.k, seen.v)]
+        joined = _join(joined, _over(seen, q, best[0], best[1]))
         before = count
         error = (joined[0] - true).flatten(2) @ weights  # [HK, F, D_model]
         found.append(error.square().sum(-1))

@@ -125,6 +125,16 @@ def test_settings_that_make_no_sense(settings):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_a_gpu_measures_the_same(family):
+    model, ids = build(family), prompt(200, 1)
+    truth = attention(model, ids, sinks=SINKS, recent=RECENT, top=TOP)
+    found = attention(model.cuda(), ids, sinks=SINKS, recent=RECENT, top=TOP)
+    for name in ("sink_share", "locality", "entropy", "spread", "mass"):
+        torch.testing.assert_close(getattr(found, name), getattr(truth, name), atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.gpu
 def test_a_long_layer_needs_64_mb_beside_its_inputs():
     """32768 tokens of a layer of an 8B model: 32 query heads on 8 KV heads of 128."""
     kind = {"dtype": torch.bfloat16, "device": "cuda"}

@@ -116,6 +116,17 @@ def test_a_model_of_sliding_layers_has_nothing_to_plan():
         loss_curves(build("mistral-window"), [prompt(40)], scorer=SCORER, later=9)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("measure", ["error", "mass"])
+def test_a_gpu_measures_the_same(family, measure):
+    model, ids = build(family), prompt(90, 2)
+    settings = {"scorer": SCORER, "later": 20, "measure": measure}
+    truth = loss_curves(model, [ids], **settings).loss
+    found = loss_curves(model.cuda(), [ids], **settings).loss
+    np.testing.assert_allclose(found, truth, atol=1e-4)
+
+
 # ------------------------------------------------------------------ allocation
 
 
