@@ -11,8 +11,8 @@ WORKERS := 2
 demo: $(READY)  ## Ask about a fact in a long text, with a dense and a sparse cache.
 	$(BIN)/sparsekv demo
 
-test: lint  ## Lint, types, then every test that needs no GPU.
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+test: lint  ## Lint, types, then every test that needs no GPU; the notebooks are run, too.
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --nbmake tests experiments/notebooks
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -1,0 +1,15 @@
+"""What a model does with a text: massive activations, attention by head, and plans made of it."""
+
+from sparsekv.diagnose.activations import Activations, massive
+from sparsekv.diagnose.heads import HeadTable, attention
+from sparsekv.diagnose.planning import MeasuredPlan, make_plan, write_plan
+
+__all__ = [
+    "Activations",
+    "HeadTable",
+    "MeasuredPlan",
+    "attention",
+    "make_plan",
+    "massive",
+    "write_plan",
+]
