@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from experiment import Experiment, main
-from outcome import DENSE, Row
+from outcome import ALL, DENSE, Row
 from units import Arm, Options, Session, Unit, key_of
 
 import sparsekv
@@ -85,6 +85,23 @@ class PositionModes(Experiment):
         """Those of a range."""
         found = super().records(options, arm, task, protocol)
         return found and [row for row in found if row["range"] == int(task)]
+
+    def rows(self, options: Options) -> list[Row]:
+        """Without means over ranges: they are what is to be compared."""
+        return [row for row in super().rows(options) if row["task"] != ALL]
+
+    def outcome(self, rows: Sequence[Row]) -> list[str]:
+        """The loss at the start and at the end."""
+        lines = []
+        for part in (self.tasks[0], self.tasks[-1]):
+            cells = [row for row in rows if str(row["task"]) == part]
+            losses = [
+                f"{row['arm']}{'' if row['arm'] == DENSE else ' ' + str(row['budget'])} "
+                f"{row['score']:.2f} [{row['low']:.2f}, {row['high']:.2f}]"
+                for row in cells
+            ]
+            lines.append(f"nll in part {int(part) + 1} of {RANGES}: {', '.join(losses)}.")
+        return lines
 
     def plot(self, rows: Sequence[Row], out: Path) -> None:
         """Loss by range."""

@@ -2,9 +2,9 @@
 
     python experiments/report.py
 
-A run is a folder of experiments/results/ with run.json (command, commit, hardware, seed), tables and
-pictures, as `run_all.py` leaves them; copy them there without `records/`. Every number of the page
-is computed from these tables.
+A run is a folder of experiments/results/ with run.json (command, commit, hardware, seed), tables
+and pictures, as `run_all.py` leaves them; copy them there without `records/`. Every number of the
+page is computed from these tables.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from outcome import ACCURACY, DENSE, Row, read_csv
+from outcome import ACCURACY, ALL, DENSE, Row, doubling, read_csv
 from run_all import EXPERIMENTS
 
 from sparsekv.plotting import pyplot
@@ -28,10 +28,14 @@ FRONTIER = "accuracy_vs_budget"
 ENOUGH = 16  # contexts; a run with fewer shows that it works, not what is so
 HEAD = """# Results
 
-Written by `python experiments/report.py` from the tables in [experiments/results](../experiments/results);
-change neither by hand. Intervals are 95 %, bootstrapped over contexts; differences are paired, on the
-same contexts. *question-aware*: the policy sees the question; *question-agnostic*: the context is
-compressed before. The two must not be mixed.
+Written by `python experiments/report.py` from the tables in
+[experiments/results](../experiments/results); change neither by hand.
+
+Intervals are 95 %, bootstrapped over contexts. *question-aware*: the policy sees the question;
+*question-agnostic*: the context is compressed before it. The two must not be mixed. Where arms are
+compared, differences are paired, on the same contexts, and averaged over budgets and tasks: who is
+*better* or *worse*, the interval says; *not told apart* is said where it covers 0. Of the accuracy
+more is better, of the nll less.
 """
 
 
@@ -49,14 +53,14 @@ def page(results: Path, at: Path) -> str:
 def _facts(name: str, facts: dict[str, Any]) -> str:
     """Where a run's numbers come from."""
     smoke = facts["samples"] < ENOUGH
-    warning = "\n**A smoke run: it shows that everything runs. It has too few contexts to conclude from.**\n"
+    warning = "\n**A smoke run: it shows that all runs; too few contexts to conclude from.**\n"
     versions = f"torch {facts['torch']}, transformers {facts['transformers']}"
     return f"""## {name}
 {warning if smoke else ""}
     {facts["command"]}
 
-{facts["device"]}, {versions}, commit {facts["commit"]}, {facts["date"][:10]}; model {facts["model"]},
-{facts["samples"]} contexts a task, seed {facts["seed"]}.
+{facts["device"]}, {versions}, commit {facts["commit"]}, {facts["date"][:10]}; model
+{facts["model"]}, {facts["samples"]} contexts a task, seed {facts["seed"]}.
 """
 
 
@@ -65,7 +69,7 @@ def _frontier(run: Path, at: Path) -> list[str]:
     file = run / f"{FRONTIER}.csv"
     if not file.exists():
         return []
-    rows = read_csv(file)
+    rows = [row for row in read_csv(file) if row["task"] != ALL]
     parts = [
         "### Accuracy against memory\n",
         f"![accuracy against memory]({_link(run / 'frontier.png', at)})\n",
@@ -160,7 +164,8 @@ def draw_frontier(rows: Sequence[Row], out: Path) -> None:
         points = sorted(point for line in arms.values() for point in line)
         best = [p for i, p in enumerate(points) if all(p[1] > q[1] for q in points[:i])]
         axes.step([p[0] for p in best], [p[1] for p in best], where="post", color="black", lw=1.6)
-        axes.set(xscale="log", xlabel="KV bytes / dense", title=protocol)
+        axes.set(xlabel="KV bytes / dense", title=protocol)
+        doubling(axes)
     grid[0, 0].set_ylabel("accuracy, mean over tasks")
     figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside right upper", fontsize=7)
     figure.savefig(out, dpi=90)
