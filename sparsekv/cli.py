@@ -1,4 +1,4 @@
-"""The `sparsekv` command: generate, policies, show-kept, demo, bench.
+"""The `sparsekv` command: generate, policies, show-kept, demo, bench, eval.
 
 Text goes to stdout; progress and figures go to stderr. A user's mistake is one line,
 `error: expected X, got Y`, and exit code 2.
@@ -25,6 +25,7 @@ from sparsekv.bench.cli import register as register_bench
 from sparsekv.catalogue import markdown as policies_markdown
 from sparsekv.demo import prompt as demo_prompt
 from sparsekv.demo import run_demo
+from sparsekv.evaluation.cli import register as register_eval
 from sparsekv.generation import Run, encode, generate_shown
 from sparsekv.kernels._quant import check_kv_dtype
 from sparsekv.plotting import pyplot
@@ -316,3 +317,4 @@ def demo(
 
 
 register_bench(APP, user_errors)
+register_eval(APP, user_errors, parse_budget)
