@@ -20,9 +20,9 @@ from outcome import (
     Comparison,
     Row,
     by_context,
+    columns,
     compared,
     differences,
-    interval,
     overall,
     plot_panels,
     read_csv,
@@ -113,8 +113,8 @@ class Experiment:
                 to_dense = differences(mine, scores[FULL][0]) if FULL in scores else {}
                 row: Row = {"arm": arm.label, "budget": arm.budget, "kv_dtype": arm.kv_dtype}
                 row |= {"task": task, "protocol": protocol, **facts}
-                row |= interval("to_dense", list(to_dense.values()))
-                row |= {"other": other and other.label} | interval("to_other", list(gap.values()))
+                row |= columns("to_dense", list(to_dense.values()))
+                row |= {"other": other and other.label} | columns("to_other", list(gap.values()))
                 rows.append(row)
                 if other and gap:
                     kind = Comparison(arm.label, other.label, protocol, facts["metric"] == "nll")

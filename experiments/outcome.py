@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sparsekv.evaluation.intervals import bootstrap
+from sparsekv.evaluation.intervals import Sums, interval
 from sparsekv.plotting import pyplot
 
 Row = dict[str, Any]
@@ -20,7 +20,18 @@ HELD = ("kept", "kv_bytes", "dense_kv_bytes")
 # Of what can be an axis: its name and its unit.
 AXES = {"kept": ("tokens kept a KV head", 1), "kv_bytes": ("MiB of keys and values a row", 1 << 20)}
 _MARKERS = "osv^D*"
-_DRAWS = 10_000
+
+
+def bootstrap(values: Sequence[float]) -> tuple[float, float | None, float | None]:
+    """Mean of one value a context, and its 95 % interval; a single value has none."""
+    sums = Sums(np.asarray(values, dtype=float), np.ones(len(values)))
+    return sums.mean, *(interval(sums.draws()) if len(values) > 1 else (None, None))
+
+
+def span(row: Row, name: str = "", form: str = ".2f") -> str:
+    """The interval in brackets; nothing if there is none."""
+    low, high = row[f"{name}low"], row[f"{name}high"]
+    return "" if low is None else f" [{low:{form}}, {high:{form}}]"
 
 
 def by_context(records: Iterable[Row]) -> dict[str, float]:
@@ -38,7 +49,7 @@ def summary(records: Sequence[Row]) -> Row:
     if not scores:
         return {"metric": None, "refused": records[0].get("refused")}
     mean, low, high = bootstrap(list(scores.values()))
-    held = {name: float(np.mean([record[name] for record in records])) for name in HELD}
+    held = {name: float(np.mean([record.get(name, 0) for record in records])) for name in HELD}
     metric = {"metric": records[0]["headline"], "contexts": len(scores)}
     return metric | {"score": mean, "low": low, "high": high} | held
 
@@ -48,11 +59,9 @@ def differences(scores: Mapping[str, float], base: Mapping[str, float]) -> dict[
     return {example: scores[example] - base[example] for example in scores if example in base}
 
 
-def interval(name: str, values: Sequence[float]) -> Row:
-    """Mean and interval as three columns; a single value has no interval."""
-    found: tuple[float | None, ...] = bootstrap(values) if values else (None, None, None)
-    if len(values) == 1:
-        found = (found[0], None, None)
+def columns(name: str, values: Sequence[float]) -> Row:
+    """Mean and interval as three columns."""
+    found = bootstrap(values) if values else (None, None, None)
     return dict(zip((name, f"{name}_low", f"{name}_high"), found, strict=True))
 
 
@@ -74,16 +83,15 @@ def overall(comparison: Comparison, gaps: Mapping[str, Sequence[Mapping[str, flo
     tasks = []
     for budgets in gaps.values():
         contexts = dict.fromkeys(example for gap in budgets for example in gap)
-        tasks.append(np.array([np.mean([gap[c] for gap in budgets if c in gap]) for c in contexts]))
-    rng = np.random.default_rng(0)
-    draws = [of[rng.integers(0, len(of), (_DRAWS, len(of)))].mean(1) for of in tasks]
-    low, high = np.quantile(np.mean(draws, axis=0), (0.025, 0.975)).tolist()
-    if min(map(len, tasks)) == 1:
-        low = high = None
+        means = [np.mean([gap[c] for gap in budgets if c in gap]) for c in contexts]
+        tasks.append(Sums(np.array(means), np.ones(len(means))))
+    counts = [len(task.total) for task in tasks]
+    low, high = interval(np.mean([task.draws() for task in tasks], axis=0))
     row: Row = {"arm": comparison.arm, "task": ALL, "protocol": comparison.protocol}
-    row |= {"metric": "nll" if comparison.loss else "accuracy", "contexts": sum(map(len, tasks))}
-    row |= {"other": comparison.other, "to_other": float(np.mean([of.mean() for of in tasks]))}
-    return row | {"to_other_low": low, "to_other_high": high}
+    row |= {"metric": "nll" if comparison.loss else "accuracy", "contexts": sum(counts)}
+    row |= {"other": comparison.other, "to_other": float(np.mean([task.mean for task in tasks]))}
+    alone = min(counts) == 1
+    return row | {"to_other_low": None if alone else low, "to_other_high": None if alone else high}
 
 
 def compared(rows: Sequence[Row]) -> list[str]:
@@ -100,7 +108,7 @@ def compared(rows: Sequence[Row]) -> list[str]:
                 side = "not told apart"
             else:
                 side = "better" if (low > 0) == (row["metric"] == "accuracy") else "worse"
-            sides[side].append(text if low is None else f"{text} [{low:+.3f}, {high:+.3f}]")
+            sides[side].append(text + span(row, "to_other_", "+.3f"))
         said = "; ".join(f"*{side}*: {' · '.join(arms)}" for side, arms in sides.items() if arms)
         lines.append(f"{key[0]}, {key[1]} against **{key[2]}**: {said}.")
     return lines
@@ -148,9 +156,10 @@ def doubling(axes: Any) -> None:
 def _line(axes: Any, rows: Sequence[Row], x: str, color: Any, number: int) -> None:
     rows = sorted(rows, key=lambda row: row[x])
     if rows:
-        low, high = ([abs(row["score"] - row[end]) for row in rows] for end in ("low", "high"))
+        ends = [[row[end] for row in rows] for end in ("score", "low", "high")]
+        score, low, high = (np.array(values, dtype=float) for values in ends)  # None is NaN
         axes.errorbar(
-            [row[x] / AXES[x][1] for row in rows], [row["score"] for row in rows], [low, high],
+            [row[x] / AXES[x][1] for row in rows], score, [abs(score - low), abs(high - score)],
             label=rows[0]["arm"], color=color, marker=_MARKERS[number % len(_MARKERS)],
             ms=4, lw=1, elinewidth=0.6,
         )  # fmt: skip

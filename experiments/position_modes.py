@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from experiment import Experiment, main
-from outcome import ALL, DENSE, Row
+from outcome import ALL, DENSE, Row, span
 from units import Arm, Options, Session, Unit, key_of
 
 import sparsekv
@@ -33,13 +34,16 @@ CHUNK = 256
 LENGTH = {True: 16384, False: 1024}  # on a GPU, on a CPU
 RANGES = 8  # the text is cut into so many
 ROWS = 8  # texts at once; a dense cache of 16384 tokens is 377 MB a row in bf16
+TEXTS = 16  # at most
 
 
 @torch.no_grad()
 def chunks(arm: Arm, length: int, session: Session) -> list[Row]:
     """A row for each text and range of positions: the mean loss there."""
     rng = random.Random(f"positions {session.options.seed}")
-    texts = torch.tensor(passages(session.request(), PROSE, length + 1, rng))
+    request = session.request()
+    request = replace(request, contexts=min(request.contexts, TEXTS))
+    texts = torch.tensor(passages(request, PROSE, length + 1, rng))
     found: list[Row] = []
     for batch in texts.split(ROWS):
         ids = batch.to(session.model.device)
@@ -97,7 +101,7 @@ class PositionModes(Experiment):
             cells = [row for row in rows if str(row["task"]) == part]
             losses = [
                 f"{row['arm']}{'' if row['arm'] == DENSE else ' ' + str(row['budget'])} "
-                f"{row['score']:.2f} [{row['low']:.2f}, {row['high']:.2f}]"
+                f"{row['score']:.2f}{span(row)}"
                 for row in cells
             ]
             lines.append(f"nll in part {int(part) + 1} of {RANGES}: {', '.join(losses)}.")
@@ -110,7 +114,8 @@ class PositionModes(Experiment):
         lines = dict.fromkeys((row["arm"], row["budget"]) for row in rows)
         for arm, budget in lines:
             line = [row for row in rows if (row["arm"], row["budget"]) == (arm, budget)]
-            scores = np.array([(row["score"], row["low"], row["high"]) for row in line])
+            ends = [(row["score"], row["low"], row["high"]) for row in line]
+            scores = np.array(ends, dtype=float)  # None is NaN
             label = arm if arm == DENSE else f"{arm}, budget {budget}"
             errors = np.abs(scores[:, 1:].T - scores[:, 0])
             axes.errorbar(range(len(line)), scores[:, 0], errors, label=label, marker="o", ms=4)
