@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 if TYPE_CHECKING:
+    from sparsekv.evaluation.example import Task
     from sparsekv.evaluation.wish import Wish
 
 _EXAMPLES = (
@@ -129,7 +130,6 @@ def measure(
     from sparsekv.evaluation.session import (
         build_tasks,
         evaluate_all,
-        fingerprint,
         refusals,
         settings_of,
     )
@@ -140,12 +140,9 @@ def measure(
     with spinning("making the tasks"):
         made = build_tasks(wish, tokenizer)
     name = model or models.PACKAGE
-    config = {"model": name, "dtype": dtype, "seed": wish.seed, "feed": wish.feed}
-    config |= {"data": fingerprint(wish.data), "samples": {t.name: len(t.examples) for t in made}}
-    about = describe(network.device, commit)
+    config = _config(wish, name, dtype, made, describe(network.device, commit))
     tokens = batch_tokens or default_batch_tokens(network)
-    history = {key: about[key] for key in ("command", "commit", "device", "torch", "date")}
-    with Results(out, config | {"history": [history]}, resume=resume) as results:
+    with Results(out, config, resume=resume) as results:
         with spinning("checking the policies"):
             settings, refused = settings_of(wish, network, tokenizer)
         known = {record.key for record in results.records}
@@ -158,6 +155,23 @@ def measure(
                 steps.description = task
                 steps.step(count)
     _write([out], out)
+
+
+def _config(
+    wish: Wish, name: str, dtype: str, made: Sequence[Task], about: dict[str, Any]
+) -> dict[str, Any]:
+    """`run.json`: what must be the same when a run goes on, and where its parts ran."""
+    from sparsekv.evaluation.session import fingerprint
+
+    return {
+        "model": name,
+        "dtype": dtype,
+        "seed": wish.seed,
+        "feed": wish.feed,
+        "data": fingerprint(wish.data),
+        "samples": {task.name: len(task.examples) for task in made},
+        "history": [{key: about[key] for key in ("command", "commit", "device", "torch", "date")}],
+    }
 
 
 def table(
