@@ -127,12 +127,7 @@ def measure(
     from sparsekv.evaluation.protocols import Subject
     from sparsekv.evaluation.results import Results
     from sparsekv.evaluation.runner import default_batch_tokens
-    from sparsekv.evaluation.session import (
-        build_tasks,
-        evaluate_all,
-        refusals,
-        settings_of,
-    )
+    from sparsekv.evaluation.session import build_tasks, evaluate_all, refusals, settings_of
     from sparsekv.progress import counting, spinning
 
     with spinning("loading the model"):
