@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from sparsekv.bench.results import Row
     from sparsekv.bench.serve.options import Choice
     from sparsekv.bench.serve.record import Record
-    from sparsekv.bench.serve.run import Run
+    from sparsekv.bench.serve.run import Run, Settings
     from sparsekv.bench.serve.workload import Workload
 
 EXAMPLES = (
@@ -63,13 +63,13 @@ EngineArguments = Annotated[
 KVGib = Annotated[
     str, typer.Option(help="KV memory of a GPU in GiB, or unlimited: what vLLM takes. A list.")
 ]
-Lengths = Annotated[str, typer.Option(help="Tokens in / out: 4000/500,16000/500.")]
-Concurrency = Annotated[str, typer.Option(help="Clients of the closed loops.")]
-Rates = Annotated[str, typer.Option(help="Requests a second of Poisson arrivals.")]
-Requests = Annotated[
-    int | None,
-    typer.Option(help="Of each workload; without it three a client, at least 4; by rate 60."),
+Lengths = Annotated[
+    str, typer.Option(help="Tokens in / out: 4000/500,16000/500; 32000/500@8: with 8 clients.")
 ]
+Concurrency = Annotated[str, typer.Option(help="Clients of the closed loops.")]
+Rounds = Annotated[int, typer.Option(help="Requests of each client.")]
+Rates = Annotated[str, typer.Option(help="Requests a second of Poisson arrivals.")]
+Requests = Annotated[int, typer.Option(help="Requests at each of --rates.")]
 Ramp = Annotated[
     float, typer.Option(help="Seconds over which the clients of a closed loop begin; 0: together.")
 ]
@@ -103,9 +103,10 @@ def serve(
     kv_gib: KVGib = "6",
     lengths: Lengths = "4000/500",
     concurrency: Concurrency = "1,5,10,20,40",
-    rates: Rates = "",
-    requests: Requests = None,
+    rounds: Rounds = 3,
     ramp: Ramp = 0.0,
+    rates: Rates = "",
+    requests: Requests = 60,
     warmup: Warmup = 4,
     seed: Seed = 0,
     timeout: Timeout = 600.0,
@@ -123,29 +124,31 @@ def serve(
     from sparsekv.bench.serve import options
     from sparsekv.bench.serve.run import Run, Settings
 
-    todo = options.workloads(lengths, concurrency, rates, requests, ramp)
+    todo = options.workloads(lengths, concurrency, rounds, ramp, rates, requests)
     more = options.json_object(engine, "--engine")
     settings = Settings(seed, warmup, timeout, seconds)
-    shared = {"model": shape or model, "seed": seed, "warmup": warmup, "engine": more}
-    run = Run(_record(out, shared, commit, resume), settings, _tell)
+    run = Run(_record(out, shape or model, settings, more, commit, resume), settings, _tell)
     if base_url is not None:
         _measure_server(run, todo, label, base_url, shape or model, vocab, api_key)
     else:
-        plugin = options.json_object(sparse, "--sparse")
-        sizes = options.kv_sizes(kv_gib)
-        choice = options.Choice(options.words(modes), sizes, budget, plugin, more)
+        choice = options.Choice.read(modes, kv_gib, budget, sparse, more)
         _measure_modes(run, todo, choice, model, shape, vllm_site)
     _finish(out)
 
 
-def _record(out: Path, shared: dict[str, Any], commit: str | None, resume: bool) -> Record:
+def _record(
+    out: Path, model: str | None, settings: Settings, engine: dict[str, Any], commit: str | None,
+    resume: bool,
+) -> Record:  # fmt: skip
     import torch
 
-    from sparsekv.bench.machine import describe
+    from sparsekv.bench.machine import describe, driver
     from sparsekv.bench.serve.record import SETTINGS, UNKNOWN, Record
 
+    shared = {"model": model, "engine": engine, "seed": settings.seed, "warmup": settings.warmup}
     # Asked about a GPU, torch would hold memory on it; vLLM says what it is.
     machine = describe(torch.device("cpu"), commit) | {"device": UNKNOWN, SETTINGS: shared}
+    machine |= {"driver": driver()} if torch.cuda.is_available() else {}
     return Record.resumed(out, machine) if resume else Record(out, machine)
 
 

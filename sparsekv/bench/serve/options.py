@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from sparsekv.bench.serve.workload import UNLIMITED, Workload, closed, poisson
+from sparsekv.bench.serve.workload import UNLIMITED, Length, Workload, closed, poisson
 
 Number = TypeVar("Number", int, float)
+_LENGTH = re.compile(r"(\d+)/(\d+)(?:@(\d+))?")
 # What has an option of its own.
 RESERVED = {"model", "policy", "budget", "seed", "kv_cache_memory_bytes", "worker_extension_cls"}
 
@@ -27,6 +29,14 @@ class Choice:
     budget: int
     sparse: dict[str, Any]
     engine: dict[str, Any]
+
+    @classmethod
+    def read(
+        cls, names: str, kv_gib: str, budget: int, sparse: str, engine: dict[str, Any]
+    ) -> Choice:
+        """From the texts of the options. Raises ValueError for what they cannot mean."""
+        more = json_object(sparse, "--sparse")
+        return cls(words(names), kv_sizes(kv_gib), budget, more, engine)
 
     def __post_init__(self) -> None:
         if not self.contenders:
@@ -49,15 +59,16 @@ def numbers(text: str, kind: type[Number], option: str) -> list[Number]:
         raise ValueError(f"expected {option} to be numbers like 1,2,4, got {text!r}") from error
 
 
-def lengths(text: str) -> list[tuple[int, int]]:
-    """ "4000/500,16000/500" -> [(4000, 500), (16000, 500)]. Raises ValueError otherwise."""
-    try:
-        pairs = [tuple(map(int, word.split("/"))) for word in words(text)]
-    except ValueError:
-        pairs = []
-    if not pairs or any(len(pair) != 2 for pair in pairs):
-        raise ValueError(f"expected --lengths like 4000/500,16000/500, got {text!r}")
-    return [(prompt, new) for prompt, new in pairs]
+def lengths(text: str) -> list[Length]:
+    """ "4000/500,16000/500@8" -> [(4000, 500, None), (16000, 500, 8)]; else ValueError."""
+    found = [_LENGTH.fullmatch(word) for word in words(text)]
+    if not found or None in found:
+        raise ValueError(f"expected --lengths like 4000/500,32000/500@8, got {text!r}")
+    return [
+        Length(int(match[1]), int(match[2]), None if match[3] is None else int(match[3]))
+        for match in found
+        if match is not None
+    ]
 
 
 def kv_sizes(text: str) -> list[float | None]:
@@ -81,16 +92,17 @@ def json_object(text: str, option: str) -> dict[str, Any]:
 
 
 def workloads(
-    length: str, concurrency: str, rates: str, requests: int | None, ramp: float
+    length: str, concurrency: str, rounds: int, ramp: float, rates: str, requests: int
 ) -> list[Workload]:
     """All closed loops, then all Poisson arrivals. Raises ValueError if that is nothing."""
-    pairs = lengths(length)
+    found = lengths(length)
     clients = numbers(concurrency, int, "--concurrency")
     a_second = [_short(rate) for rate in numbers(rates, float, "--rates")]
-    found = [*closed(pairs, clients, requests, _short(ramp)), *poisson(pairs, a_second, requests)]
-    if not found:
+    loops = list(closed(found, clients, rounds, _short(ramp)))
+    every = [*loops, *poisson(found, a_second, requests)]
+    if not every:
         raise ValueError("expected --concurrency or --rates, got neither")
-    return found
+    return every
 
 
 def _short(value: float) -> float:

@@ -27,7 +27,7 @@ _OFFLINE = "HF_HUB_OFFLINE=1"  # a random model has no page on the hub
 _NO_PLUGINS = "VLLM_PLUGINS="
 # Pinned threads collapse on a CPU that others use as well.
 _CPU_FLAGS = ("VLLM_CPU_OMP_THREADS_BIND=nobind", "KMP_BLOCKTIME=0")
-_ERROR = re.compile(r"(?:^|\s)(\w*(?:Error|Exception|Interrupt): .*)")
+_ERROR = re.compile(r"(?:^|\s)([\w.]*(?:Error|Exception|Interrupt): .*)")
 _SAYS_NOTHING = "Engine core initialization failed"
 
 

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from sparsekv.bench.case import Shape
 
@@ -37,11 +37,11 @@ class Workload:
     def __post_init__(self) -> None:
         if (self.concurrency is None) == (self.rate is None):
             raise ValueError(f"expected a concurrency or a rate, got {self}")
+        if self.concurrency is not None and self.concurrency < 1:
+            raise ValueError(f"expected a concurrency >= 1, got {self.concurrency}")
         for name in ("prompt_tokens", "output_tokens", "requests"):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} >= 1, got {getattr(self, name)}")
-        if self.concurrency is not None and self.concurrency < 1:
-            raise ValueError(f"expected a concurrency >= 1, got {self.concurrency}")
         if self.rate is not None and not 0 < self.rate < float("inf"):
             raise ValueError(f"expected a rate of arrivals > 0 a second, got {self.rate}")
         if not 0 <= self.ramp < float("inf"):
@@ -91,21 +91,25 @@ def prompts(workload: Workload, seed: int, vocab: int, what: str = "") -> list[l
     return [draw.choices(ids, k=workload.prompt_tokens) for draw in draws]
 
 
+class Length(NamedTuple):
+    """Tokens in and out, and the clients of its closed loop; None: as many as of the others."""
+
+    prompt_tokens: int
+    output_tokens: int
+    clients: int | None = None
+
+
 def closed(
-    lengths: Sequence[tuple[int, int]], concurrencies: Sequence[int], requests: int | None,
-    ramp: float,
-) -> Iterator[Workload]:  # fmt: skip
-    """A closed loop for each length and concurrency; requests None: three a client, at least 4."""
-    for prompt, new in lengths:
-        for concurrency in concurrencies:
-            count = max(4, 3 * concurrency) if requests is None else requests
-            yield Workload(prompt, new, count, concurrency=concurrency, ramp=ramp)
-
-
-def poisson(
-    lengths: Sequence[tuple[int, int]], rates: Sequence[float], requests: int | None
+    lengths: Sequence[Length], concurrencies: Sequence[int], rounds: int, ramp: float
 ) -> Iterator[Workload]:
-    """Arrivals for each length and rate; requests None: 60."""
-    for prompt, new in lengths:
+    """A closed loop for each length and concurrency, `rounds` requests a client."""
+    for prompt, new, own in lengths:
+        for clients in concurrencies if own is None else [own]:
+            yield Workload(prompt, new, rounds * clients, concurrency=clients, ramp=ramp)
+
+
+def poisson(lengths: Sequence[Length], rates: Sequence[float], requests: int) -> Iterator[Workload]:
+    """Arrivals for each length and rate."""
+    for prompt, new, _ in lengths:
         for rate in rates:
-            yield Workload(prompt, new, 60 if requests is None else requests, rate=rate)
+            yield Workload(prompt, new, requests, rate=rate)
