@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from sparsekv.vllm.settings import FULL, KEY, Settings
 
 BLOCK_SIZE = 32
@@ -26,7 +28,10 @@ def llm_kwargs(
     entry = {"policy": policy, "budget": budget, "full_layers": full_layers, "options": options}
     entry |= {} if recent is None else {"recent": recent}
     kinds = ["full_attention"] * full_layers + ["sliding_attention"] * (layers - full_layers)
+    # On a CPU vLLM knows one backend, which the plugin extends under its name.
+    choice = {"attention_config": {"backend_per_kind": {"sliding_window": "CUSTOM"}}}
     return {
+        **(choice if torch.cuda.is_available() else {}),
         "model": model,
         "hf_overrides": {"layer_types": kinds, "sliding_window": layout.recent},
         "additional_config": {KEY: entry},

@@ -18,10 +18,10 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from sparsekv.vllm import cpu_cache
 from sparsekv.vllm.built import Built, settings_of
-from sparsekv.vllm.compaction import Scorer, best_slots, take
-from sparsekv.vllm.rows import Step, Tracker, newest_queries, shorten, store_queries
+from sparsekv.vllm.compaction import Scorer, apply, cuts
+from sparsekv.vllm.cpu_cache import PackedBlocks
+from sparsekv.vllm.rows import Step, Tracker, shorten, store_queries
 from sparsekv.vllm.spec import PinnedWindowSpec
 
 
@@ -90,7 +90,7 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
             slots = vllm_config.scheduler_config.max_num_seqs
             self._tracker = Tracker(kv_cache_spec.layout, slots)
             size, dim = kv_cache_spec.block_size, kv_cache_spec.head_size
-            self._order = cpu_cache.key_order(self.isa, kv_cache_spec.dtype, size, dim)
+            self._access = PackedBlocks(self.isa, kv_cache_spec.dtype, size, dim)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
@@ -100,34 +100,23 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
         if self._tracker is None:
             return super().build(common_prefix_len, common, fast_build)
         step = self._tracker.step(common)
+        if step is None:
+            return super().build(common_prefix_len, common, fast_build)
         if self._scorer is not None:
-            for row in step.moving.tolist():
-                self._compact(step, row, common.block_table_tensor[row].long())
+            self._compact(step, common.block_table_tensor)
         table, lengths = shorten(step, self._tracker.layout, common)
         common = common.replace(block_table_tensor=table, seq_lens=lengths)
         metadata = super().build(common_prefix_len, common, fast_build)
         metadata.sparsekv_step = step  # type: ignore[attr-defined]
         return metadata
 
-    def _compact(self, step: Step, row: int, table: Tensor) -> None:
-        """Pin the best tokens of one request in every layer of the group."""
-        layout, scorer = self._tracker.layout, self._scorer  # type: ignore[union-attr]
-        assert scorer is not None
-        pinned, before, now = layout.pinned_blocks, int(step.before[row]), int(step.now[row])
-        computed = int(step.computed[row])
-        end = -(-computed // layout.block_size)
-        blocks = torch.cat([table[:pinned], table[before:end]])
-        held = computed - (before - pinned) * layout.block_size
-        candidates = (pinned + now - before) * layout.block_size
+    def _compact(self, step: Step, table: Tensor) -> None:
+        """Pin the best tokens of the requests whose blocks must go, in every layer of the group."""
+        assert self._tracker is not None and self._scorer is not None
+        layout, scorer = self._tracker.layout, self._scorer
         layers = self.vllm_config.compilation_config.static_forward_context
-        for name in self.layer_names:
-            impl, cache = layers[name].impl, layers[name].kv_cache
-            queries = newest_queries(impl.ring, int(step.slots[row]), computed)
-            keys, values = cpu_cache.read(cache, blocks, self._order)
-            keys, values = keys[:held], values[:held]
-            keep = best_slots(
-                queries, keys.to(queries.dtype), candidates, pinned * layout.block_size, scorer,
-                impl.scale, impl.logits_soft_cap or None,
-            )  # fmt: skip
-            moved = (take(keys, keep), take(values, keep))
-            cpu_cache.write(cache, blocks[:pinned], self._order, *moved)
+        for cut in cuts(step, layout, table, scorer.rows):
+            for name in self.layer_names:
+                impl, cache = layers[name].impl, layers[name].kv_cache
+                softcap = impl.logits_soft_cap or None
+                apply(cut, cache, impl.ring, self._access, layout, scorer, impl.scale, softcap)

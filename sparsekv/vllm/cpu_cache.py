@@ -12,17 +12,40 @@ from torch import Tensor
 from vllm import _custom_ops as ops
 
 
+class PackedBlocks:
+    """`BlockAccess` to the CPU backend's cache [N, HK, block_size, 2 D]."""
+
+    def __init__(self, isa: str, dtype: torch.dtype, block_size: int, head_dim: int) -> None:
+        self.order = key_order(isa, dtype, block_size, head_dim).view(block_size, head_dim)
+
+    def keys(self, cache: Tensor, blocks: Tensor) -> Tensor:
+        """The keys of blocks [m], in order, [m * block_size, HK, D]."""
+        packed = _halves(cache)[0][blocks].flatten(2)  # [m, HK, block_size * D]
+        return packed[:, :, self.order].transpose(1, 2).flatten(0, 1)
+
+    def move(self, cache: Tensor, blocks: Tensor, offsets: Tensor, target: Tensor) -> None:
+        """Copy K tokens a head, at blocks and offsets [M, HK, K], into blocks target [M, P]."""
+        keys, values = _halves(cache)
+        heads = torch.arange(cache.shape[1])[:, None]
+        kept_values = values[blocks, heads, offsets]  # [M, HK, K, D]
+        flat = keys.flatten(2)
+        kept_keys = flat[blocks[..., None], heads[..., None], self.order[offsets]]
+        shape = (target.shape[1], cache.shape[2])
+        values[target] = kept_values.unflatten(2, shape).transpose(1, 2)
+        packed = torch.empty(*target.shape, *flat.shape[1:], dtype=flat.dtype)
+        packed[..., self.order.flatten()] = kept_keys.unflatten(2, shape).transpose(1, 2).flatten(3)
+        keys[target] = packed.view(*target.shape, *keys.shape[1:])
+
+
 def key_order(isa: str, dtype: torch.dtype, block_size: int, head_dim: int) -> Tensor:
     """Place of key number (token, channel) among the block_size * D of a head, int64 [size * D]."""
     token = torch.arange(block_size)[:, None].expand(-1, head_dim)
     channel = torch.arange(head_dim)[None, :].expand(block_size, -1)
     found = [_written(isa, x.to(dtype), block_size) for x in (token, channel)]  # exact up to 256
     number = found[0].long() * head_dim + found[1].long()
-    order = torch.empty_like(number)
-    order[number] = torch.arange(len(number))
     if not torch.equal(number.sort().values, torch.arange(len(number))):
         raise ValueError(f"expected keys that stay inside their block, got another layout ({isa})")
-    return order
+    return number.argsort()
 
 
 def _written(isa: str, keys: Tensor, block_size: int) -> Tensor:
@@ -38,34 +61,7 @@ def _written(isa: str, keys: Tensor, block_size: int) -> Tensor:
     return key_cache.flatten()
 
 
-def read(cache: Tensor, blocks: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-    """(keys, values), each [len(blocks) * block_size, HK, D], of cache [N, HK, block_size, 2 D]."""
-    keys, values = _halves(cache)
-    found = keys[blocks].flatten(2)[:, :, order]  # [m, HK, block_size * D]
-    shape = values[blocks].shape
-    return _tokens(found.view(shape)), _tokens(values[blocks])
-
-
-def write(cache: Tensor, blocks: Tensor, order: Tensor, keys: Tensor, values: Tensor) -> None:
-    """The reverse of `read`, in place."""
-    key_cache, value_cache = _halves(cache)
-    size = key_cache.shape[2]
-    flat = _blocks(keys, size).flatten(2)
-    packed = torch.empty_like(flat)
-    packed[:, :, order] = flat
-    key_cache[blocks] = packed.view(-1, *key_cache.shape[1:])
-    value_cache[blocks] = _blocks(values, size)
-
-
 def _halves(cache: Tensor) -> tuple[Tensor, Tensor]:
     blocks, heads, size, _ = cache.shape
     keys, values = cache.view(blocks, heads, size * 2, -1).chunk(2, dim=2)
     return keys, values
-
-
-def _tokens(blocks: Tensor) -> Tensor:
-    return blocks.transpose(1, 2).flatten(0, 1)
-
-
-def _blocks(tokens: Tensor, size: int) -> Tensor:
-    return tokens.unflatten(0, (-1, size)).transpose(1, 2)

@@ -22,7 +22,7 @@ class Step:
     """One step of B requests. Host arrays [B], but for `query_start` [B + 1].
 
     slots: the request's place in the state and in the ring of queries.
-    computed: tokens in the cache before the step; before, now: the first recent block, see `layout`.
+    computed: tokens cached before the step; before, now: the first recent block, see `layout`.
     """
 
     slots: Ints
@@ -50,13 +50,18 @@ class Tracker:
         self.state = RowState(layout, max_num_seqs)
         self._slots = Slots(max_num_seqs)
 
-    def step(self, common: Any) -> Step:
-        """The step that `common`, a CommonAttentionMetadata, describes. Padded rows are left out."""
+    def step(self, common: Any) -> Step | None:
+        """The step that `common`, a CommonAttentionMetadata, describes, without padded rows.
+
+        None for a step of no request: a warm-up has tokens that are in no prompt.
+        """
         rows = self._real_rows(common)
         query_start = common.query_start_loc_cpu[: rows + 1].numpy().astype(np.int64)
         lengths = common.seq_lens_cpu_upper_bound[:rows].numpy().astype(np.int64)
         computed = lengths - np.diff(query_start)
         prefilling = common.is_prefilling[:rows].numpy()
+        if not (prefilling | (computed > 0)).any():
+            return None
         slots = self._slots_of(common, rows)
         before, now = self.state.advance(slots, computed, prefilling)
         return Step(slots, query_start, computed, before, now)
@@ -105,10 +110,3 @@ def store_queries(query: Tensor, ring: Tensor, step: Step) -> None:
         kept = min(int(count), rows)
         places = torch.arange(length - kept, length) % rows
         ring[slot, places] = query[end - kept : end]
-
-
-def newest_queries(ring: Tensor, slot: int, computed: int) -> Tensor:
-    """The last min(R, computed) queries of a request in order of position, [R', HQ, D]."""
-    rows = ring.shape[1]
-    places = torch.arange(max(0, computed - rows), computed, device=ring.device) % rows
-    return ring[slot, places]
