@@ -1,4 +1,4 @@
-"""The `sparsekv` command: generate, policies, show-kept, demo, bench.
+"""The `sparsekv` command: generate, policies, show-kept, demo, bench, serve.
 
 Text goes to stdout; progress and figures go to stderr. A user's mistake is one line,
 `error: expected X, got Y`, and exit code 2.
@@ -30,6 +30,7 @@ from sparsekv.kernels._quant import check_kv_dtype
 from sparsekv.plotting import pyplot
 from sparsekv.policies import Duo, get_policy, resolve_budget
 from sparsekv.progress import spinning
+from sparsekv.vllm.cli import register as register_serve
 
 HELP = {"help_option_names": ["-h", "--help"]}
 APP = typer.Typer(
@@ -316,3 +317,4 @@ def demo(
 
 
 register_bench(APP, user_errors)
+register_serve(APP, user_errors)

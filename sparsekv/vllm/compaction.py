@@ -128,7 +128,7 @@ def best_slots(
     starts_q = torch.arange(0, (requests + 1) * rows, rows, dtype=torch.int32, device=keys.device)
     packed = (starts_q, cut.starts, rows, cut.longest)
     q = queries.flatten(0, 1)
-    same = {"softmax_scale": scale, "softcap": softcap, "seqused_k": cut.used}
+    same: dict[str, Any] = {"softmax_scale": scale, "softcap": softcap, "seqused_k": cut.used}
     _, lse = prefill_attention(q, keys, keys, *packed, **same)  # only the lse is wanted
     columns = column_scores(q, keys, lse, *packed, group=scorer.group, **same)  # [M, HK, n]
     heads = columns.shape[1]

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-HAS_VLLM = importlib.util.find_spec("vllm") is not None
+# This folder, too, is found under that name, as a package without a file.
+HAS_VLLM = getattr(importlib.util.find_spec("vllm"), "origin", None) is not None
 needs_vllm = pytest.mark.skipif(
     not HAS_VLLM, reason="needs vLLM: `make test-vllm` has an environment of its own for it"
 )

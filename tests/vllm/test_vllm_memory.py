@@ -12,8 +12,8 @@ SETTINGS = {"policy": "streaming", "budget": 384, "sinks": 128}
 
 def held(settings: dict) -> float:
     """Bytes in use at the end of a request of 4000 prompt tokens, before it is freed."""
-    long = {"max_model_len": 4100, "max_num_seqs": 1, "kv_cache_memory_bytes": 1 << 28}
-    out = generate((4000,), 8, settings, dtype="bfloat16", **long)
+    long = {"max_model_len": 4100, "max_num_seqs": 1, "kv_cache_memory_bytes": 1 << 29}
+    out = generate((4000,), 4, settings, **long)
     assert out["leaked_blocks"] == 0
     return out["used_bytes"][-2]
 
