@@ -22,14 +22,15 @@ def run(job: dict) -> dict:
     core = engine.engine_core.engine_core
     pool = core.scheduler.kv_cache_manager.block_pool
     config = core.scheduler.kv_cache_config
-    block_bytes = sum(t.size for t in config.kv_cache_tensors) / config.num_blocks
+    # Groups of layers share the pool's tensors: a block is one part in num_blocks of all of it.
+    block_bytes = job["kwargs"]["kv_cache_memory_bytes"] / config.num_blocks
     free = pool.get_num_free_blocks()
     params = SamplingParams(
         temperature=0, max_tokens=job["new_tokens"], ignore_eos=True, logprobs=0
     )
     for i, prompt in enumerate(job["prompts"]):
         engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
-    done, used, finished, step = {}, [], [], 0
+    done, used, finished, preempted, step = {}, [], [], {}, 0
     while engine.has_unfinished_requests():
         for request, when in job.get("abort", {}).items():
             if when == step:
@@ -37,6 +38,8 @@ def run(job: dict) -> dict:
         for output in engine.step():
             if output.finished:
                 done[output.request_id] = output.outputs[0]
+        for request in core.scheduler.requests.values():
+            preempted[request.request_id.split("-")[0]] = request.num_preemptions
         used.append((free - pool.get_num_free_blocks()) * block_bytes)
         finished.append(len(done))
         step += 1
@@ -51,6 +54,7 @@ def run(job: dict) -> dict:
         "answers": answers,
         "used_bytes": used,
         "finished": finished,
+        "preempted": preempted,
         "leaked_blocks": free - pool.get_num_free_blocks(),
         "left_behind": _left_behind(core.scheduler),
     }
