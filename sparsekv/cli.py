@@ -1,4 +1,4 @@
-"""The `sparsekv` command: generate, policies, show-kept, gates, plan, diagnose, demo, bench.
+"""The `sparsekv` command: generate, policies, show-kept, gates, plan, diagnose, demo, bench, eval.
 
 Text goes to stdout; progress and figures go to stderr. A user's mistake is one line,
 `error: expected X, got Y`, and exit code 2.
@@ -27,6 +27,7 @@ from sparsekv.demo import prompt as demo_prompt
 from sparsekv.demo import run_demo
 from sparsekv.diagnose.cli import register as register_diagnose
 from sparsekv.diagnose.texts import read_file
+from sparsekv.evaluation.cli import register as register_eval
 from sparsekv.generation import Run, encode, generate_shown
 from sparsekv.kernels._quant import check_kv_dtype
 from sparsekv.plotting import pyplot
@@ -316,3 +317,4 @@ def demo(
 
 register_diagnose(APP, user_errors)
 register_bench(APP, user_errors)
+register_eval(APP, user_errors, parse_budget)

@@ -23,9 +23,11 @@ class Steps:
     def __init__(self, progress: Progress, task: TaskID, total: int, description: str) -> None:
         self.progress, self.task, self.total, self.description = progress, task, total, description
 
-    def step(self) -> None:
-        """One more is done."""
-        self.progress.update(self.task, total=self.total, description=self.description, advance=1)
+    def step(self, count: int = 1) -> None:
+        """`count` more are done."""
+        self.progress.update(
+            self.task, total=self.total, description=self.description, advance=count
+        )
 
 
 @contextmanager

@@ -25,24 +25,18 @@ class Answered:
     tokens: int
 
 
-def fed_at_once(
-    talk: Conversation, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
-) -> list[Answered]:
-    """Each row's prompt (at least one token) and answer in one forward."""
-    tokens = [[*prompt, *answer[:-1]] for prompt, answer in zip(prompts, answers, strict=True)]
-    width = max(map(len, answers))
-    logits = talk.chunk(tokens, width, evict=False)
-    # Padding is on the left, so the logits of answers end in the last column.
-    targets = torch.tensor(
-        [[-1] * (width - len(answer)) + list(answer) for answer in answers], device=logits.device
-    )
-    return _counted(*_compared(logits, targets), answers)
+def judged(logits: Tensor, answers: Sequence[Sequence[int]]) -> list[Answered]:
+    """What logits [R, n, V] say to one answer a row, of at most n tokens, whose own logits end in
+    the last column: each column is of the token before."""
+    targets = [[-1] * (logits.shape[1] - len(answer)) + list(answer) for answer in answers]
+    return _counted(*_compared(logits, torch.tensor(targets, device=logits.device)), answers)
 
 
 def fed_by_step(
     talk: Conversation, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
 ) -> list[Answered]:
-    """The same as decode steps. Rows that have ended are fed on; nobody looks at them."""
+    """Prompts, of at least one token, and answers as decode steps. Rows that have ended are fed on;
+    nobody looks at them."""
     rows = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
     width = max(map(len, rows))
     ids = torch.tensor([row + [talk.pad] * (width - len(row)) for row in rows])
@@ -76,7 +70,7 @@ def generated(
         rows = [[*prompt, *[talk.pad] * (max(starts) - len(prompt))] for prompt in prompts]
         known = torch.tensor(rows, device=talk.cache.state.layers[0].device)
     else:
-        known = talk.chunk(prompts, 1, evict=True)[:, 0].argmax(-1, keepdim=True)
+        known = talk.chunk(prompts, 1)[:, 0].argmax(-1, keepdim=True)
     first, stops = (torch.tensor(list(x), device=known.device) for x in (starts, ends))
     columns = [known[:, 0]]
     ended = torch.isin(columns[0], stops) & (first == 0)

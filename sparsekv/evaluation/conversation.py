@@ -39,6 +39,12 @@ class Rows:
         mask = (np.arange(width) >= (width - lengths)[:, None]).astype(np.int64)
         return cls(torch.from_numpy(ids).to(device), torch.from_numpy(mask).to(device), lengths)
 
+    def positions(self, start: np.ndarray | int = 0) -> Tensor:
+        """int64 [B, T], rows that begin at `start` [B]; padding gets that of their first token."""
+        rank = np.arange(self.ids.shape[1]) - (self.ids.shape[1] - self.lengths)[:, None]
+        at = rank.clip(0) + np.reshape(start, (-1, 1))
+        return torch.from_numpy(at.astype(np.int64)).to(self.ids.device)
+
 
 class Conversation:
     """A cache with its rows' padding and lengths.
@@ -59,7 +65,7 @@ class Conversation:
 
     def prefill(self, rows: Rows) -> None:
         """Feed a first prompt."""
-        positions = (rows.mask.cumsum(-1) - 1).clamp_min(0)
+        positions = rows.positions()
         mask = None if (rows.lengths == rows.ids.shape[1]).all() else rows.mask
         self._forward(rows.ids, positions, mask, keep=1)
         self.read(rows)
@@ -74,24 +80,17 @@ class Conversation:
         self.mask = self.mask[torch.from_numpy(index).to(self.mask.device)]
         self.lengths = self.lengths[index]
 
-    def chunk(self, tokens: Sequence[Sequence[int]], keep: int, *, evict: bool) -> Tensor:
-        """Feed rows in one forward; logits [B, keep, V] of its last columns.
-
-        evict: let the policy act on what was fed, after it was attended. Without it the rows hold
-        more than their budget: nothing must follow that was not said to be fed without it, too.
-        A policy that acts inside a prompt, or moves what it keeps, does so in any case.
-        """
+    def chunk(self, tokens: Sequence[Sequence[int]], keep: int) -> Tensor:
+        """Feed rows in one forward, upon which the policy acts; logits [B, keep, V] of its last
+        columns. A single token is no decode step, either."""
         assert self.mask is not None
-        state = self.cache.state
-        policy = state.policy
-        evict = evict or policy.prefill_block is not None or policy.rerotates_sinks
         rows = Rows.of(tokens, self.pad, self.mask.device)
-        start = torch.from_numpy(self.lengths).to(self.mask.device)[:, None]
-        positions = start + (rows.mask.cumsum(-1) - 1).clamp_min(0)
+        positions = rows.positions(self.lengths)
         self.mask = torch.cat([self.mask, rows.mask], 1)
-        state.defer_eviction, state.chunked_until = not evict, _NEVER
+        state = self.cache.state
+        state.chunked_until = _NEVER
         logits = self._forward(rows.ids, positions, self.mask, keep)
-        state.defer_eviction, state.chunked_until = False, 0
+        state.chunked_until = 0
         self.lengths = self.lengths + rows.lengths
         return logits
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from sparsekv.evaluation.batches import Asked
@@ -20,7 +20,7 @@ class Plan:
     """Settings and protocols for a subject's task.
 
     done: keys of records that exist. refused: cells that a policy has refused; it grows.
-    model, seed: what records say. tick: called with a number of records that are settled.
+    model, seed: what records say.
     """
 
     subject: Subject
@@ -31,7 +31,6 @@ class Plan:
     refused: set[Key] = field(default_factory=set)
     model: str = ""
     seed: int = 0
-    tick: Callable[[int], None] = lambda _: None
 
     @property
     def task(self) -> Task:

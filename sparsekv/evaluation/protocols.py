@@ -26,13 +26,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 import sparsekv
-from sparsekv.evaluation.answers import Answered, fed_at_once, fed_by_step, generated
+from sparsekv.evaluation.answers import Answered, fed_by_step, generated, judged
 from sparsekv.evaluation.batches import Asked
 from sparsekv.evaluation.conversation import Conversation, Rows
 from sparsekv.evaluation.example import Task
 from sparsekv.evaluation.settings import Setting
+from sparsekv.hf.asking import Asking, askable
 from sparsekv.hf.recording import Recording, replay
 from sparsekv.policies import PyramidInfer, resolve_budget
 
@@ -132,24 +134,60 @@ def fed(
     *,
     aware: bool,
 ) -> list[list[Answered]]:
-    """What the model says to each answer of each question. places: the row of each question.
+    """What the model says to each answer of each question.
 
-    aware: all of the questions but their last tokens is in the cache.
+    places: the row of each question, ascending. aware: all of the questions but their last tokens
+    is in the cache.
     """
     rests = [a.question.prompt[-1:] if aware else a.question.prompt for a in asked]
-    rows = list(places)
-    by_step, policy = setting.feed == "steps", setting.policy
-    choices = max(len(a.answers) for a in asked) > 1 and policy.prefill_block is None
-    split = not (aware or policy.prunes or subject.has_short_question) and (by_step or choices)
-    if split:  # what all answers to a question share is fed once
-        talk.fork(rows)
-        talk.chunk([rest[:-1] for rest in rests], 1, evict=by_step)
-        rests, rows = [rest[-1:] for rest in rests], list(range(len(asked)))
     pairs = [(i, answer) for i, a in enumerate(asked) for answer in a.answers]
-    talk.fork([rows[i] for i, _ in pairs])
-    feed = fed_by_step if by_step else fed_at_once
-    answered = iter(feed(talk, [rests[i] for i, _ in pairs], [answer for _, answer in pairs]))
-    return [[next(answered) for _ in a.answers] for a in asked]
+    answers = [answer for _, answer in pairs]
+    if setting.feed == "steps":
+        found = _by_step(subject, setting, talk, rests, places, pairs)
+    elif askable(talk.cache):
+        found = judged(_asked(subject, talk.cache, rests, places, pairs), answers)
+    else:
+        talk.fork([places[i] for i, _ in pairs])
+        width = max(map(len, answers))
+        logits = talk.chunk([(*rests[i], *answer[:-1]) for i, answer in pairs], width)
+        found = judged(logits, answers)
+    rest = iter(found)
+    return [[next(rest) for _ in a.answers] for a in asked]
+
+
+def _asked(
+    subject: Subject,
+    cache: sparsekv.SparseCache,
+    rests: Sequence[Prompt],
+    places: Sequence[int],
+    pairs: Sequence[tuple[int, Prompt]],
+) -> Tensor:
+    """Logits of every answer. What several answers to a question share is fed once."""
+    asking, device = Asking(subject.model, cache), subject.model.device
+    if len(pairs) > len(rests) and not subject.has_short_question and len(rests[0]) > 1:
+        rows = Rows.of([rest[:-1] for rest in rests], subject.pad, device)
+        asking.ask(places, rows.ids, rows.lengths, 1, remember=True)
+        rests, places = [rest[-1:] for rest in rests], range(len(rests))
+    rows = Rows.of([(*rests[i], *answer[:-1]) for i, answer in pairs], subject.pad, device)
+    width = max(len(answer) for _, answer in pairs)
+    return asking.ask([places[i] for i, _ in pairs], rows.ids, rows.lengths, width)
+
+
+def _by_step(
+    subject: Subject,
+    setting: Setting,
+    talk: Conversation,
+    rests: Sequence[Prompt],
+    places: Sequence[int],
+    pairs: Sequence[tuple[int, Prompt]],
+) -> list[Answered]:
+    """Last tokens and answers as decode steps; what comes before them as a chunk, if it may."""
+    if not (setting.policy.prunes or subject.has_short_question) and len(rests[0]) > 1:
+        talk.fork(places)
+        talk.chunk([rest[:-1] for rest in rests], 1)
+        rests, places = [rest[-1:] for rest in rests], range(len(rests))
+    talk.fork([places[i] for i, _ in pairs])
+    return fed_by_step(talk, [rests[i] for i, _ in pairs], [answer for _, answer in pairs])
 
 
 def written(

@@ -26,15 +26,15 @@ class Reading:
         self.plan, self.batch, self.subject = plan, batch, plan.subject
         self._whole: Tape | None = None
 
-    def records(self) -> Iterator[Record]:
-        """What is due of both protocols."""
+    def records(self) -> Iterator[list[Record]]:
+        """What is due of both protocols, a list for each forward."""
         limits = self.plan.vocabulary, self.plan.batch_tokens
         for group in agnostic_groups(self.batch, *limits):
             yield from self._behind_contexts(group)
         for group in aware_groups(self.batch, *limits):
             yield from self._with_questions(group)
 
-    def _behind_contexts(self, group: list[Asked]) -> Iterator[Record]:
+    def _behind_contexts(self, group: list[Asked]) -> Iterator[list[Record]]:
         first, last = group[0].place, group[-1].place + 1
 
         def tape() -> Tape:
@@ -45,7 +45,7 @@ class Reading:
         rows = [(a, a.place - first) for a in group]
         yield from self._under_all(rows, prompts, tape, aware=False)
 
-    def _with_questions(self, group: list[Asked]) -> Iterator[Record]:
+    def _with_questions(self, group: list[Asked]) -> Iterator[list[Record]]:
         made: list[Tape] = []
 
         def tape() -> Tape:
@@ -63,7 +63,7 @@ class Reading:
         tape: Callable[[], Tape],
         *,
         aware: bool,
-    ) -> Iterator[Record]:
+    ) -> Iterator[list[Record]]:
         """rows: questions, each with the number of its prompt."""
         for setting in self.plan.settings:
             protocols = self.plan.due(setting, aware, [a for a, _ in rows])
@@ -75,12 +75,10 @@ class Reading:
                 else:
                     found = self._by_the_model(setting, rows, prompts, aware)
             except ValueError as error:
-                yield from self._refusals(setting, protocols, error)
+                yield self._refusals(setting, protocols, error)
                 continue
-            for one in found:
-                copies = (dataclasses.replace(one, protocol=name) for name in protocols)
-                yield from (copy for copy in copies if copy.key not in self.plan.done)
-            self.plan.tick(len(rows) * len(protocols))
+            copies = [dataclasses.replace(x, protocol=name) for x in found for name in protocols]
+            yield [copy for copy in copies if copy.key not in self.plan.done]
 
     def _by_the_model(
         self,
@@ -156,19 +154,16 @@ class Reading:
             raise AssertionError(f"task {self.plan.task.name} generates text, but has no score")
         return {"text": text, "score": score(text, asked.question.references)}
 
-    def _refusals(
-        self, setting: Setting, protocols: list[str], error: ValueError
-    ) -> Iterator[Record]:
+    def _refusals(self, setting: Setting, protocols: list[str], error: ValueError) -> list[Record]:
         reason = " ".join(str(error).split())
-        for protocol in protocols:
-            self.plan.refused.add(self.plan.cell(setting, protocol))
-            yield self._record(setting, protocol=protocol, refused=reason)
+        self.plan.refused |= {self.plan.cell(setting, protocol) for protocol in protocols}
+        return [self._record(setting, protocol=name, refused=reason) for name in protocols]
 
     def _contexts(self) -> Tape:
         if self._whole is None:
             rows = self._rows([example.context for example in self.batch.examples])
             started = self.subject.clock()
-            recording = record(self.subject.model, rows.ids, rows.mask, rows.lengths)
+            recording = record(self.subject.model, rows.ids, rows.positions(), rows.lengths)
             ms = (self.subject.clock() - started) * 1000 / len(rows.lengths)
             self._whole = recording, ms
         return self._whole
@@ -178,7 +173,8 @@ class Reading:
         whole, ms = self._contexts()
         rows, places = self._rows([a.question.prompt[:-1] for a in group]), [a.place for a in group]
         started = self.subject.clock()
-        recording = extend(self.subject.model, whole, places, rows.ids, rows.mask, rows.lengths)
+        positions = rows.positions(whole.lengths[places])
+        recording = extend(self.subject.model, whole, places, rows.ids, positions, rows.lengths)
         return recording, ms + (self.subject.clock() - started) * 1000 / len(group)
 
     def _rows(self, tokens: Sequence[Sequence[int]]) -> Rows:

@@ -75,8 +75,14 @@ class Record:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain Python values, ready for JSON."""
-        return asdict(self)
+        """Plain Python values, ready for JSON; what is at its default is left out."""
+        plain = asdict(self)
+        named = ("task", "policy", "budget", "protocol")
+        return {
+            name: value
+            for name, value in plain.items()
+            if name in named or value != getattr(type(self), name, {})
+        }
 
     @classmethod
     def from_dict(cls, plain: dict[str, Any]) -> Record:

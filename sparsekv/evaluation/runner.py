@@ -50,11 +50,15 @@ def evaluate(
     settings = admit(model, get_policy(policy).with_tokenizer(tokenizer), [budget], feed)
     tokens = batch_tokens or default_batch_tokens(model)
     subject = Subject(model, tokenizer, task)
-    return list(run(Plan(subject, settings, [protocol], tokens, model=model_name, seed=seed)))
+    plan = Plan(subject, settings, [protocol], tokens, model=model_name, seed=seed)
+    return [record for records in run(plan) for record in records]
 
 
 @torch.no_grad()
-def run(plan: Plan) -> Iterator[Record]:
-    """The records of a plan that are not done; a refusal is one record, and ends its cell."""
+def run(plan: Plan) -> Iterator[list[Record]]:
+    """The records of a plan that are not done, as they come: a list for each forward.
+
+    A refusal is one record, and ends its cell.
+    """
     for batch in batches(plan.task, plan.batch_tokens):
         yield from Reading(plan, batch).records()

@@ -13,21 +13,20 @@ Not for policies that change a prompt while it is read: those with `prunes` or a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from sparsekv.cache.pages import upload
 from sparsekv.device import device_of
 from sparsekv.headwise import Scores
-from sparsekv.hf.attention import KEY_MARK, OWN_CACHE
-from sparsekv.hf.cache import PassingLayer, SparseCache
-from sparsekv.hf.check import layer_specs
+from sparsekv.hf.attending import Attend, AttendingCache
+from sparsekv.hf.cache import SparseCache
 from sparsekv.hf.compat import cache_key
 from sparsekv.kernels.prefill import prefill_attention
 from sparsekv.policies import Policy
@@ -76,23 +75,25 @@ def replayable(policy: Policy) -> bool:
 
 @torch.no_grad()
 def record(
-    model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, lengths: np.ndarray
+    model: PreTrainedModel, input_ids: Tensor, positions: Tensor, lengths: np.ndarray
 ) -> Recording:
-    """Read left-padded prompts, int64 [B, T] with mask 0/1 [B, T], of `lengths` int [B] tokens.
+    """Read left-padded prompts: input_ids and positions int64 [B, T], `lengths` int [B] tokens.
 
     The model must be patched, with whatever policy.
     """
     part = Part("prefill", 0, input_ids.shape[1], lengths, lengths)
+    found: list[LayerInputs] = []
 
     def attend(
         layer: int, q: Tensor, k: Tensor, v: Tensor, scores: Scores, window: int | None
-    ) -> tuple[Tensor, LayerInputs]:
+    ) -> Tensor:
         q, k, v = (_by_token(x) for x in (q, k, v))
         out, lse = attend_prompt(part, q, k, v, scores, window)
-        return out, LayerInputs(q, k, v, lse, scores)
+        found.append(LayerInputs(q, k, v, lse, scores))
+        return out
 
-    positions = (attention_mask.cumsum(-1) - 1).clamp_min(0)
-    return Recording(lengths, _read(model, input_ids, attention_mask, positions, 0, attend))
+    _read(model, input_ids, positions, attend)
+    return Recording(lengths, tuple(found))
 
 
 @torch.no_grad()
@@ -101,27 +102,26 @@ def extend(
     recording: Recording,
     places: Sequence[int],
     input_ids: Tensor,
-    attention_mask: Tensor,
+    positions: Tensor,
     lengths: np.ndarray,
 ) -> Recording:
     """Row r of the result is prompt places[r] followed by row r of the left-padded new tokens.
 
-    input_ids int64 [R, N]; attention_mask 0/1 [R, N]; lengths int [R], their real tokens.
+    input_ids int64 [R, N] and their positions in the longer prompt; lengths int [R], their real
+    tokens.
     """
     join = _Join(recording, np.asarray(places), lengths, input_ids.shape[1])
+    found: list[LayerInputs] = []
 
     def attend(
         layer: int, q: Tensor, k: Tensor, v: Tensor, scores: Scores, window: int | None
-    ) -> tuple[Tensor, LayerInputs]:
-        return join.attend(recording.layers[layer], q, k, v, scores, window)
+    ) -> Tensor:
+        out, inputs = join.attend(recording.layers[layer], q, k, v, scores, window)
+        found.append(inputs)
+        return out
 
-    before = recording.lengths[join.places]
-    start = upload(before.astype(np.int64), input_ids.device)[:, None]
-    positions = start + (attention_mask.cumsum(-1) - 1).clamp_min(0)
-    old = np.arange(recording.columns) >= (recording.columns - before)[:, None]
-    mask = torch.cat([upload(old.astype(np.int64), input_ids.device), attention_mask], 1)
-    layers = _read(model, input_ids, mask, positions, recording.columns, attend)
-    return Recording(before + lengths, layers)
+    _read(model, input_ids, positions, attend)
+    return Recording(join.total, tuple(found))
 
 
 @torch.no_grad()
@@ -206,73 +206,10 @@ def _by_token(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-Attend = Callable[[int, Tensor, Tensor, Tensor, Scores, int | None], tuple[Tensor, LayerInputs]]
-
-
-def _read(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    mask: Tensor,
-    positions: Tensor,
-    before: int,
-    attend: Attend,
-) -> tuple[LayerInputs, ...]:
-    """Run the model over tokens that stand behind `before` columns."""
-    found: dict[int, LayerInputs] = {}
-    cache = Cache(
-        layers=[
-            _RecordingLayer(i, before, spec.window, attend, found)
-            for i, spec in enumerate(layer_specs(model))
-        ]
-    )
+def _read(model: PreTrainedModel, input_ids: Tensor, positions: Tensor, attend: Attend) -> None:
+    """Run the layers of a patched model over tokens int64 [B, T] that attend by `attend`."""
     base: Any = model.base_model
     base(
-        input_ids=input_ids, attention_mask=mask, position_ids=positions, use_cache=True,
-        **{cache_key(base): cache},
+        input_ids=input_ids, position_ids=positions, use_cache=True,
+        **{cache_key(base): AttendingCache(model, attend)},
     )  # fmt: skip
-    return tuple(found[i] for i in range(len(found)))
-
-
-class _RecordingLayer(PassingLayer):
-    """A cache layer that attends by `attend`, notes what that noted, and holds nothing."""
-
-    def __init__(
-        self,
-        layer: int,
-        before: int,
-        window: int | None,
-        attend: Attend,
-        found: dict[int, LayerInputs],
-    ) -> None:
-        super().__init__()
-        self.layer, self.before, self.window = layer, before, window
-        self.by, self.found = attend, found
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Mark the key so that the attention function finds this layer, and return both."""
-        setattr(key_states, KEY_MARK, self)
-        return key_states, value_states
-
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        scores: Scores,
-        window: int | None,
-    ) -> Tensor:
-        """[B, T, HQ, D]; `window` is what the model says, the config's counts."""
-        with device_of(q):
-            out, self.found[self.layer] = self.by(self.layer, q, k, v, scores, self.window)
-        return out
-
-    def get_seq_length(self) -> int:
-        """Columns before the tokens that are read."""
-        return self.before
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(columns, the mark of our caches)."""
-        return self.before + query_length, OWN_CACHE

@@ -18,10 +18,27 @@ REPLAYED = [name for name in NAMES if name not in ("keydiff", "pyramidinfer")]
 
 
 def padded(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
+    """Ids, mask and lengths of left-padded rows."""
     width = max(map(len, rows))
     ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
     return ids, mask, np.array([len(row) for row in rows])
+
+
+def positions(mask: torch.Tensor, start: int | list[int] = 0) -> torch.Tensor:
+    """Positions of the tokens of padded rows that begin at `start`."""
+    return (mask.cumsum(-1) - 1).clamp_min(0) + torch.tensor(start).view(-1, 1)
+
+
+def recorded(model, rows: list[list[int]]):
+    ids, mask, lengths = padded(rows)
+    return record(model, ids, positions(mask), lengths)
+
+
+def extended(model, recording, places: list[int], rows: list[list[int]]):
+    ids, mask, lengths = padded(rows)
+    start = recording.lengths[places].tolist()
+    return extend(model, recording, places, ids, positions(mask, start), lengths)
 
 
 def prompts(seed: int, *lengths: int) -> list[list[int]]:
@@ -32,10 +49,10 @@ def prompts(seed: int, *lengths: int) -> list[list[int]]:
 
 def fed(model, cache, ids, mask, columns):
     """Logits of the newest columns."""
-    positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, columns:]
+    at = positions(mask)[:, columns:]
     with torch.no_grad():
         return model(
-            input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True,
+            input_ids=ids, attention_mask=mask, position_ids=at, use_cache=True,
             **{cache_key(model): cache},
         ).logits  # fmt: skip
 
@@ -61,8 +78,8 @@ def same(model, one, other, mask, rows):
 @pytest.mark.parametrize("name", REPLAYED)
 def test_replay_is_the_prompt(name):
     model = sparsekv.patch(tiny_llama(), example(name), BUDGET)
-    ids, mask, lengths = padded(prompts(1, 40, 23, 9))
-    recording = record(model, ids, mask, lengths)
+    rows = prompts(1, 40, 23, 9)
+    recording, (ids, mask, _) = recorded(model, rows), padded(rows)
     one, other = sparsekv.new_cache(model), sparsekv.new_cache(model)
     replay(recording, one)
     fed(model, other, ids, mask, 0)
@@ -80,9 +97,9 @@ def test_extended_is_the_longer_prompt(name):
     contexts, places, cuts = [whole[1][:23], whole[0][:40]], [1, 0, 1], [40, 23, 40]
     whole[2][:40] = contexts[1]
     whole[2][40:] = [token for token in range(2, 128) if token not in contexts[1]][:5]
-    first = record(model, *padded(contexts))
+    first = recorded(model, contexts)
     questions = [row[cut:] for row, cut in zip(whole, cuts, strict=True)]
-    recording = extend(model, first, places, *padded(questions))
+    recording = extended(model, first, places, questions)
     ids, mask, lengths = padded(whole)
     assert (recording.lengths == lengths).all()
     one, other = sparsekv.new_cache(model), sparsekv.new_cache(model)
@@ -96,8 +113,9 @@ def test_extended_is_the_longer_prompt(name):
 
 def test_rows_are_views_of_their_prompts():
     model = sparsekv.patch(tiny_llama(), "full", 1)
-    ids, mask, lengths = padded(prompts(3, 20, 12, 17))
-    recording, some = record(model, ids, mask, lengths), sparsekv.new_cache(model)
+    rows = prompts(3, 20, 12, 17)
+    recording, (ids, mask, _) = recorded(model, rows), padded(rows)
+    some = sparsekv.new_cache(model)
     part = recording.rows(1, 3)
     assert part.layers[0].q.data_ptr() != recording.layers[0].q.data_ptr()
     assert part.layers[0].q._base is not None
@@ -111,7 +129,7 @@ def test_rows_are_views_of_their_prompts():
 def test_policies_that_change_a_prompt_are_refused(name):
     model = sparsekv.patch(tiny_llama(), example(name), BUDGET)
     assert not replayable(example(name))
-    recording = record(model, *padded(prompts(4, 30)))
+    recording = recorded(model, prompts(4, 30))
     with pytest.raises(ValueError, match="expected a replayable policy, got"):
         replay(recording, sparsekv.new_cache(model))
 
@@ -121,8 +139,8 @@ def test_models_with_windows_softcaps_and_sinks(family):
     """Their own geometry is recorded, too: gpt-oss has sinks, Gemma 2 softcaps, both windows."""
     model = sparsekv.patch(build(family), example("snapkv"), BUDGET)
     whole = prompts(5, 47, 40)
-    first = record(model, *padded([whole[0][:30], whole[1][:33]]))
-    recording = extend(model, first, [0, 1], *padded([whole[0][30:], whole[1][33:]]))
+    first = recorded(model, [whole[0][:30], whole[1][:33]])
+    recording = extended(model, first, [0, 1], [whole[0][30:], whole[1][33:]])
     ids, mask, _ = padded(whole)
     one, other = sparsekv.new_cache(model), sparsekv.new_cache(model)
     replay(recording, one)

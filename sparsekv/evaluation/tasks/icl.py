@@ -19,9 +19,9 @@ _KINDS = tuple(
     tuple(words.split())
     for words in (
         "dog cat horse cow sheep goat pig lion tiger bear wolf fox rabbit mouse monkey elephant "
-        "giraffe zebra camel deer whale dolphin shark eagle duck chicken frog snake turtle bee",
+        "giraffe zebra camel deer whale dolphin shark eagle duck goose frog snake turtle bee",
         "bread cheese apple banana rice pasta soup salad butter cake pizza sandwich chicken egg "
-        "potato tomato carrot onion orange grape lemon sugar honey yogurt cookie bacon steak "
+        "potato tomato carrot onion cherry grape lemon sugar honey yogurt cookie bacon steak "
         "corn bean mushroom",
         "shirt hat coat shoe sock glove scarf jacket dress skirt belt boot sweater jeans tie "
         "suit vest cap sandal apron robe uniform pajamas blouse shorts mitten slipper cloak "

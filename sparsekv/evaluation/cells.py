@@ -1,0 +1,105 @@
+"""Records of one or several folders as cells: all questions of a task under one setting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sparsekv.evaluation.intervals import Sums
+from sparsekv.evaluation.records import Key, Record
+from sparsekv.evaluation.results import read_config, read_records
+
+# What folders must agree on to be compared.
+_PAIRED = ("model", "seed", "samples", "data", "dtype")
+
+
+class Item(NamedTuple):
+    """The figures of one question; see `Record`."""
+
+    value: float
+    kept: float
+    kv_bytes: float
+    dense_kv_bytes: float
+    prefill_ms: float
+    decode_ms: float
+
+
+@dataclass
+class Cell:
+    """A task under a policy, a budget and a protocol; refused, or items by (example, question)."""
+
+    task: str
+    policy: str
+    budget: int | float | None
+    protocol: str
+    headline: str = ""
+    control: bool = False
+    refused: str | None = None
+    notes: set[str] = field(default_factory=set)
+    items: dict[tuple[str, str], Item] = field(default_factory=dict)
+
+    def mean(self, name: str) -> float:
+        """Of a figure of the items."""
+        which = Item._fields.index(name)
+        return sum(item[which] for item in self.items.values()) / len(self.items)
+
+    def sums(self, keys: Iterable[tuple[str, str]]) -> Sums:
+        """Values of the items `keys` by context, contexts in the order of their names."""
+        totals: dict[str, list[float]] = {}
+        for key in keys:
+            totals.setdefault(key[0], []).append(self.items[key].value)
+        ordered = [totals[name] for name in sorted(totals)]
+        return Sums(np.array([sum(x) for x in ordered]), np.array([len(x) for x in ordered]))
+
+
+def collect(records: Iterable[Record]) -> dict[Key, Cell]:
+    """Cells by `Record.cell`. A record that is there twice counts once, the first."""
+    cells: dict[Key, Cell] = {}
+    for record in records:
+        if record.cell not in cells:
+            cells[record.cell] = Cell(
+                record.task, record.policy, record.budget, record.protocol, record.headline,
+                record.control,
+            )  # fmt: skip
+        cell = cells[record.cell]
+        if record.refused is not None:
+            cell.refused = record.refused
+            continue
+        value = record.value
+        if value is None:
+            raise ValueError(f"expected a value of {record.headline!r} in {record.key}, got none")
+        figures = (record.kept, record.kv_bytes, record.dense_kv_bytes)
+        item = Item(value, *figures, record.prefill_ms, record.decode_ms)
+        cell.items.setdefault((record.example, record.question), item)
+        if record.note is not None:
+            cell.notes.add(record.note)
+    return cells
+
+
+def merged(folders: Sequence[Path]) -> tuple[dict[Key, Cell], list[Mapping[str, Any]]]:
+    """The cells of several folders together, and their configurations.
+
+    Raises:
+        ValueError: folders whose items are not the same, and so cannot be paired.
+    """
+    configs = [read_config(folder) for folder in folders]
+    for folder, config in zip(folders[1:], configs[1:], strict=True):
+        for name in _PAIRED:
+            if _differ(configs[0].get(name), config.get(name)):
+                raise ValueError(
+                    f"expected folders of one {name}, {configs[0].get(name)!r} in {folders[0]}, "
+                    f"got {config.get(name)!r} in {folder}"
+                )
+    records = (record for folder in folders for record in read_records(folder))
+    return collect(records), list(configs)
+
+
+def _differ(one: Any, other: Any) -> bool:
+    """Dicts where both have a key, other values as they are."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return any(one[key] != other[key] for key in one.keys() & other.keys())
+    return bool(one != other)

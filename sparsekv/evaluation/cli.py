@@ -1,0 +1,186 @@
+"""`sparsekv eval`: its options, and what it prints. What is heavy is imported when it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+if TYPE_CHECKING:
+    from sparsekv.evaluation.wish import Wish
+
+_EXAMPLES = (
+    "Examples:\n\nsparsekv eval --smoke --data ../shared/data\n\n"
+    "sparsekv eval --full --policies all --data data --device cuda --out results\n\n"
+    "sparsekv eval --tasks needle-1k,icl-1k --budgets 64,0.25 --samples 20 --data data\n\n"
+    "sparsekv eval table results-1 results-2 --out results"
+)
+_HELP = {"help_option_names": ["-h", "--help"]}
+
+Model = Annotated[
+    str | None,
+    typer.Option(help="Hugging Face id or local folder; without it, SmolLM2-135M-Instruct."),
+]
+Policies = Annotated[str, typer.Option(help="Comma-separated, or all. full is always measured.")]
+Budgets = Annotated[
+    str | None,
+    typer.Option(help="Comma-separated, as in generate. 256 in smoke, 64,128,256,512 in full."),
+]
+Tasks = Annotated[str | None, typer.Option(help="Comma-separated, or all; by default the mode's.")]
+Protocol = Annotated[str, typer.Option(help="question-aware, question-agnostic or both.")]
+Data = Annotated[Path | None, typer.Option(help="The folder with prose, code, qa and mc.")]
+Samples = Annotated[
+    int | None, typer.Option(help="Contexts a task; by default the mode's for each task.")
+]
+Full = Annotated[bool, typer.Option("--full/--smoke", help="The mode: which tasks and how much.")]
+Out = Annotated[Path, typer.Option(help="Folder for the results and the table.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with the results in --out.")]
+BatchTokens = Annotated[
+    int | None, typer.Option(help="Tokens of one forward: 8192 on a CPU, 131072 on a GPU.")
+]
+Feed = Annotated[
+    str, typer.Option(help="chunk: answers in one forward; steps: token by token, as decoding.")
+]
+Gates = Annotated[
+    Path | None, typer.Option(help="Gates for duo; without, they are measured on the data.")
+]
+Commit = Annotated[
+    str | None, typer.Option(help="Recorded commit, where there is no git history to ask.")
+]
+
+
+class _RunByDefault(TyperGroup):
+    """`sparsekv eval --smoke` is `sparsekv eval run --smoke`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Name the command where the first argument is an option."""
+        if not args or (args[0].startswith("-") and args[0] not in _HELP["help_option_names"]):
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+def register(
+    app: typer.Typer, user_errors: Callable[..., Any], parse_budget: Callable[[str], int | float]
+) -> None:
+    """Add `eval` to the command line. user_errors: decorator that reports a user's mistakes."""
+    group = typer.Typer(
+        cls=_RunByDefault, context_settings=_HELP, rich_markup_mode="rich", epilog=_EXAMPLES,
+        help="Evaluate policies beside a dense cache: accuracy, kept tokens, bytes, time.",
+    )  # fmt: skip
+    group.command("run", epilog=_EXAMPLES)(user_errors(_runner(parse_budget)))
+    group.command("table", epilog=_EXAMPLES)(user_errors(table))
+    app.add_typer(group, name="eval")
+
+
+def _runner(parse_budget: Callable[[str], int | float]) -> Callable[..., None]:
+    def run(
+        model: Model = None,
+        device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+        dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+        policies: Policies = "full,streaming,snapkv,pyramid,layersplit",
+        budgets: Budgets = None,
+        tasks: Tasks = None,
+        protocol: Protocol = "both",
+        data: Data = None,
+        samples: Samples = None,
+        seed: Annotated[int, typer.Option(help="Of everything drawn.")] = 0,
+        full: Full = False,
+        out: Out = Path("sparsekv-eval"),
+        resume: Resume = False,
+        batch_tokens: BatchTokens = None,
+        feed: Feed = "chunk",
+        gates: Gates = None,
+        commit: Commit = None,
+    ) -> None:
+        """Measure policies on tasks; write results, their table and the frontier plot."""
+        from sparsekv.evaluation.wish import check_wish
+
+        mode = "full" if full else "smoke"
+        wish = check_wish(
+            policies, budgets, tasks, protocol, parse_budget, mode=mode, samples=samples,
+            seed=seed, data=data, gates=gates, feed=feed,
+        )  # fmt: skip
+        if batch_tokens is not None and batch_tokens < 1:
+            raise ValueError(f"expected --batch-tokens >= 1, got {batch_tokens}")
+        measure(wish, model, device, dtype, out, resume, batch_tokens, commit)
+
+    return run
+
+
+def measure(
+    wish: Wish,
+    model: str | None,
+    device: str,
+    dtype: str,
+    out: Path,
+    resume: bool,
+    batch_tokens: int | None,
+    commit: str | None,
+) -> None:
+    """Load, check, run, and write the table."""
+    from sparsekv import models
+    from sparsekv.bench.machine import describe
+    from sparsekv.evaluation.protocols import Subject
+    from sparsekv.evaluation.results import Results
+    from sparsekv.evaluation.runner import default_batch_tokens
+    from sparsekv.evaluation.session import (
+        build_tasks,
+        evaluate_all,
+        fingerprint,
+        refusals,
+        settings_of,
+    )
+    from sparsekv.progress import counting, spinning
+
+    with spinning("loading the model"):
+        network, tokenizer = models.load(model, device, dtype)
+    with spinning("making the tasks"):
+        made = build_tasks(wish, tokenizer)
+    name = model or models.PACKAGE
+    config = {"model": name, "dtype": dtype, "seed": wish.seed, "feed": wish.feed}
+    config |= {"data": fingerprint(wish.data), "samples": {t.name: len(t.examples) for t in made}}
+    about = describe(network.device, commit)
+    tokens = batch_tokens or default_batch_tokens(network)
+    history = {key: about[key] for key in ("command", "commit", "device", "torch", "date")}
+    with Results(out, config | {"history": [history]}, resume=resume) as results:
+        with spinning("checking the policies"):
+            settings, refused = settings_of(wish, network, tokenizer)
+        known = {record.key for record in results.records}
+        results.add(r for r in refusals(wish, refused, made) if r.key not in known)
+        subjects = [Subject(network, tokenizer, task) for task in made]
+        total = len(settings) * len(wish.protocols)
+        total *= sum(len(e.questions) for task in made for e in task.examples)
+        with counting("starting", made[0].name, total) as steps:
+            for task, count in evaluate_all(wish, subjects, settings, results, tokens, name):
+                steps.description = task
+                steps.step(count)
+    _write([out], out)
+
+
+def table(
+    folders: Annotated[list[Path], typer.Argument(help="Folders that sparsekv eval has written.")],
+    out: Annotated[Path, typer.Option(help="Folder for the table.")] = Path("."),
+) -> None:
+    """Make one table of several folders, such as shards by policy of one evaluation."""
+    _write(folders, out)
+
+
+def _write(folders: list[Path], out: Path) -> None:
+    from sparsekv.evaluation.cells import merged
+    from sparsekv.evaluation.frontier import points
+    from sparsekv.evaluation.lines import averages
+    from sparsekv.evaluation.plots import draw_frontier
+    from sparsekv.evaluation.table import write
+
+    cells, configs = merged(folders)
+    for path in write(cells, configs, out):
+        print(f"written: {path}")
+    found = points(averages(cells))
+    try:
+        title = f"{configs[0].get('model')}, seed {configs[0].get('seed')}"
+        print(f"written: {draw_frontier(found, title, out / 'frontier.png')}")
+    except ValueError as error:  # the figures are safe; only the plot is missing
+        print(f"plot not drawn: {error}")

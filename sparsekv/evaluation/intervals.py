@@ -1,0 +1,45 @@
+"""Bootstrap over contexts: questions about one context stand or fall together.
+
+A draw takes as many contexts as there are, with replacement, and the mean over all their questions.
+Every setting of a task is drawn with the same contexts, so a difference between two is paired, and
+95 % of the draws lie in its interval.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+_SEED, _DRAWS = 0, 4000
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Of one task: total float [C] over the questions of each context, count int [C]."""
+
+    total: np.ndarray
+    count: np.ndarray
+
+    @property
+    def mean(self) -> float:
+        """Over all questions."""
+        return float(self.total.sum() / self.count.sum())
+
+    def draws(self) -> np.ndarray:
+        """Means float [draws]."""
+        weights = _weights(len(self.total))
+        return (weights @ self.total) / (weights @ self.count)
+
+
+def interval(draws: np.ndarray) -> tuple[float, float]:
+    """The central 95 % of draws."""
+    low, high = np.quantile(draws, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def _weights(contexts: int) -> np.ndarray:
+    """How often each draw takes each context, float [draws, C]; the same for the same C."""
+    rng = np.random.default_rng([_SEED, contexts])
+    even = np.full(contexts, 1 / contexts)
+    return rng.multinomial(contexts, even, size=_DRAWS).astype(float)

@@ -1,0 +1,164 @@
+"""Cells as lines of a table: the headline, its difference to dense, memory and time; and averages.
+
+A difference to a dense cache is over the same questions of both, with the interval of
+`sparsekv.evaluation.intervals`. The average of a policy, budget and protocol is over the tasks that
+are no controls, each counted once:
+
+    score = mean over tasks of    em, acc, mc or the task's own score as it is,
+                                  exp(nll_dense - nll) where the headline is nll
+
+so a task scored by NLL counts with its perplexity's ratio to dense, 1 for a dense cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sparsekv.evaluation.cells import Cell
+from sparsekv.evaluation.intervals import Sums, interval
+from sparsekv.evaluation.records import Key
+from sparsekv.policies import Full
+
+AVERAGE = "average"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line. difference: to dense, with low and high of its 95 % interval; None where there is
+    no dense cell. items, contexts: how many; tasks: of an average. ratio: KV bytes to dense ones.
+    """
+
+    task: str
+    protocol: str
+    policy: str
+    budget: int | float | None
+    metric: str
+    control: bool
+    items: int = 0
+    contexts: int = 0
+    tasks: int = 1
+    value: float | None = None
+    difference: float | None = None
+    low: float | None = None
+    high: float | None = None
+    kept: float | None = None
+    kv_bytes: float | None = None
+    ratio: float | None = None
+    prefill_ms: float | None = None
+    decode_ms: float | None = None
+    note: str = ""
+    refused: str | None = None
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """A cell beside its dense one, over the items of both: means and draws."""
+
+    own: Sums
+    dense: Sums
+
+    def scores(self, metric: str) -> tuple[float, float, np.ndarray, np.ndarray]:
+        """score and dense score of an average, and their draws."""
+        own, dense = self.own.draws(), self.dense.draws()
+        if metric != "nll":
+            return self.own.mean, self.dense.mean, own, dense
+        ones = np.ones_like(own)
+        return float(np.exp(self.dense.mean - self.own.mean)), 1.0, np.exp(dense - own), ones
+
+
+def lines(cells: Mapping[Key, Cell]) -> list[Line]:
+    """A line a cell: by task and protocol, dense first, then policies and budgets as they came."""
+    order = {name: i for i, name in enumerate(dict.fromkeys(c.task for c in cells.values()))}
+    policies = {name: i for i, name in enumerate(dict.fromkeys(c.policy for c in cells.values()))}
+
+    def place(cell: Cell) -> tuple:
+        dense, budget = cell.policy != Full.name, _size(cell.budget)
+        return order[cell.task], cell.protocol, dense, policies[cell.policy], budget
+
+    return [_line(cell, _dense(cells, cell)) for cell in sorted(cells.values(), key=place)]
+
+
+def averages(cells: Mapping[Key, Cell]) -> list[Line]:
+    """A line for each policy, budget and protocol; one that refused a task says so."""
+    groups: dict[tuple, list[Cell]] = {}
+    for cell in cells.values():
+        if not cell.control:
+            groups.setdefault((cell.protocol, cell.policy, cell.budget), []).append(cell)
+
+    def place(key: tuple) -> tuple:
+        protocol, policy, budget = key
+        return protocol, policy != Full.name, list(groups).index((protocol, policy, budget))
+
+    found = [_average(cells, groups[key]) for key in sorted(groups, key=place)]
+    return [line for line in found if line is not None]
+
+
+def _line(cell: Cell, dense: Cell | None) -> Line:
+    about = (cell.task, cell.protocol, cell.policy, cell.budget, cell.headline, cell.control)
+    if cell.refused is not None:
+        return Line(*about, refused=cell.refused)
+    sums = cell.sums(cell.items)
+    difference = low = high = None
+    pair = _pair(cell, dense)
+    if pair is not None and cell.policy != Full.name:
+        difference = pair.own.mean - pair.dense.mean
+        low, high = interval(pair.own.draws() - pair.dense.draws())
+    return Line(
+        *about, items=len(cell.items), contexts=len(sums.total), value=sums.mean,
+        difference=difference, low=low, high=high, note=_note(cell.notes), **_costs([cell]),
+    )  # fmt: skip
+
+
+def _average(cells: Mapping[Key, Cell], group: list[Cell]) -> Line | None:
+    """None without dense cells."""
+    done = [cell for cell in group if cell.refused is None]
+    pairs = [(cell, _pair(cell, _dense(cells, cell))) for cell in done]
+    scores = [pair.scores(cell.headline) for cell, pair in pairs if pair is not None]
+    first = group[0]
+    about = (AVERAGE, first.protocol, first.policy, first.budget, "score", False)
+    refused = [cell.task for cell in group if cell.refused is not None]
+    note = f"without {', '.join(refused)}, which it refused" if refused else ""
+    if not scores:
+        return Line(*about, tasks=0, refused=group[0].refused) if refused else None
+    value, dense = float(np.mean([s[0] for s in scores])), float(np.mean([s[1] for s in scores]))
+    low, high = interval(np.stack([s[2] - s[3] for s in scores]).mean(0))
+    plain = first.policy == Full.name
+    return Line(
+        *about, items=sum(len(cell.items) for cell in done), tasks=len(scores), value=value,
+        contexts=sum(len(cell.sums(cell.items).total) for cell in done),
+        difference=None if plain else value - dense, low=None if plain else low,
+        high=None if plain else high, note=note, **_costs(done),
+    )  # fmt: skip
+
+
+def _costs(cells: list[Cell]) -> dict[str, Any]:
+    """Means over cells of the means over their items."""
+    names = ("kept", "kv_bytes", "prefill_ms", "decode_ms")
+    found = {name: float(np.mean([cell.mean(name) for cell in cells])) for name in names}
+    ratios = [cell.mean("kv_bytes") / cell.mean("dense_kv_bytes") for cell in cells]
+    return found | {"ratio": float(np.mean(ratios))}
+
+
+def _dense(cells: Mapping[Key, Cell], cell: Cell) -> Cell | None:
+    return cells.get((cell.task, Full.name, None, cell.protocol))
+
+
+def _pair(cell: Cell, dense: Cell | None) -> _Pair | None:
+    if dense is None:
+        return None
+    common = [key for key in cell.items if key in dense.items]
+    return _Pair(cell.sums(common), dense.sums(common)) if common else None
+
+
+def _note(notes: Iterable[str]) -> str:
+    ordered = sorted(notes)
+    more = f" (and {len(ordered) - 1} more like it)" if len(ordered) > 1 else ""
+    return ordered[0] + more if ordered else ""
+
+
+def _size(budget: int | float | None) -> float:
+    return float("inf") if budget is None else float(budget)

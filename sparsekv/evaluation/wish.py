@@ -1,0 +1,78 @@
+"""What a user wants to be evaluated, checked before a model is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sparsekv.evaluation.records import PROTOCOLS
+from sparsekv.evaluation.settings import Feed
+from sparsekv.evaluation.tasks import FULL, SMOKE, TASKS
+from sparsekv.policies import POLICIES, Duo, Full
+
+# Contexts of a task that a mode does not name.
+_CONTEXTS = {"smoke": 4, "full": 100}
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is to be evaluated, checked: dense first among the policies."""
+
+    policies: tuple[str, ...]
+    budgets: tuple[int | float, ...]
+    tasks: tuple[str, ...]
+    protocols: tuple[str, ...]
+    mode: str
+    samples: int | None
+    seed: int
+    data: Path | None
+    gates: Path | None
+    feed: Feed
+
+    def contexts(self, task: str) -> int:
+        """How many of a task."""
+        counts = SMOKE if self.mode == "smoke" else FULL
+        return self.samples or counts.get(task) or _CONTEXTS[self.mode]
+
+
+def check_wish(
+    policies: str,
+    budgets: str | None,
+    tasks: str | None,
+    protocol: str,
+    parse_budget: Callable[[str], int | float],
+    **more: Any,
+) -> Wish:
+    """Comma-separated names and numbers as a `Wish`; more: its other fields.
+
+    Raises:
+        ValueError: an unknown name, a bad budget, gates without duo, no data folder.
+    """
+    smoke, data, samples = more["mode"] == "smoke", more["data"], more["samples"]
+    names = list(POLICIES) if policies == "all" else _known("a policy", policies, list(POLICIES))
+    chosen = tuple(dict.fromkeys([Full.name, *names]))
+    sizes = budgets or ("256" if smoke else "64,128,256,512")
+    found = tuple(parse_budget(size.strip()) for size in sizes.split(","))
+    wanted = tuple(SMOKE if smoke else FULL)
+    if tasks is not None:
+        wanted = tuple(TASKS if tasks == "all" else _known("a task", tasks, list(TASKS)))
+    both = PROTOCOLS if protocol == "both" else _known("a protocol", protocol, list(PROTOCOLS))
+    if more["gates"] is not None and Duo.name not in chosen:
+        raise ValueError(f"expected --gates with the policy duo, got {policies}")
+    if data is not None and not data.is_dir():
+        raise ValueError(f"expected --data to be a folder, got {str(data)!r}")
+    if samples is not None and samples < 1:
+        raise ValueError(f"expected --samples >= 1, got {samples}")
+    if more["feed"] not in ("chunk", "steps"):
+        raise ValueError(f"expected --feed chunk or steps, got {more['feed']!r}")
+    return Wish(chosen, tuple(dict.fromkeys(found)), wanted, tuple(both), **more)
+
+
+def _known(what: str, text: str, allowed: Sequence[str]) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in allowed:
+            raise ValueError(f"expected {what} of {', '.join(allowed)}, got {name!r}")
+    return names
