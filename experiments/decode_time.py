@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 import torch
 from experiment import Experiment, main
 from outcome import Row
-from units import Arm, Options, Session, Unit, key_of
 from torch import Tensor
+from units import Arm, Options, Session, Unit, key_of
 
 import sparsekv
 from sparsekv.evaluation.texts import PROSE, passages

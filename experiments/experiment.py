@@ -17,10 +17,13 @@ from typing import Protocol
 import torch
 from outcome import (
     DENSE,
+    Comparison,
     Row,
     by_context,
+    columns,
     compared,
-    paired,
+    differences,
+    overall,
     plot_panels,
     read_csv,
     summary,
@@ -78,31 +81,45 @@ class Experiment:
         """What a cell found; None: not done."""
         return self.unit(options, arm, task, protocol).records(options)
 
+    @property
+    def cells(self) -> list[tuple[str, str]]:
+        """(task, protocol); language modelling has no question to know, so it stands under one."""
+        return [
+            (task, protocol)
+            for task in self.tasks
+            for protocol in self.protocols
+            if not (task.startswith("lm-") and protocol == PROTOCOLS[0])
+        ]
+
     def units(self, options: Options) -> list[Unit]:
         """The dense cache first."""
-        cells = [(task, protocol) for task in self.tasks for protocol in self.protocols]
-        return [self.unit(options, arm, *cell) for arm in (FULL, *self.arms) for cell in cells]
+        arms = (FULL, *self.arms)
+        return [self.unit(options, arm, *cell) for arm in arms for cell in self.cells]
 
     def rows(self, options: Options) -> list[Row]:
-        """Scores, intervals, differences, bytes."""
-        cells = [(task, protocol) for task in self.tasks for protocol in self.protocols]
-        return [row for cell in cells for row in self._cell(options, *cell)]
-
-    def _cell(self, options: Options, task: str, protocol: str) -> list[Row]:
-        rows, scores = [], {}
-        for arm in (FULL, *self.arms):
-            records = self.records(options, arm, task, protocol)
-            if records is not None:
-                scores[arm] = by_context(records)
+        """A row a cell: score, differences, what is kept; then one a comparison, over all cells."""
+        rows: list[Row] = []
+        gaps: dict[Comparison, dict[str, list[dict[str, float]]]] = {}
+        for task, protocol in self.cells:
+            scores = {}
+            for arm in (FULL, *self.arms):
+                records = self.records(options, arm, task, protocol)
+                if records is None:
+                    continue
+                scores[arm] = by_context(records), summary(records)
+            for arm, (mine, facts) in scores.items():
+                other = self._peer(arm, list(scores))
+                gap = differences(mine, scores[other][0]) if other else {}
+                to_dense = differences(mine, scores[FULL][0]) if FULL in scores else {}
                 row: Row = {"arm": arm.label, "budget": arm.budget, "kv_dtype": arm.kv_dtype}
-                row |= {"task": task, "protocol": protocol}
-                rows.append((arm, row | summary(records, scores[arm])))
-        for arm, row in rows:
-            other = self._peer(arm, list(scores))
-            row |= paired("dense", scores[arm], scores.get(FULL, {}))
-            row |= {"other": other and other.label}
-            row |= paired("other", scores[arm], scores[other] if other else {})
-        return [row for _, row in rows]
+                row |= {"task": task, "protocol": protocol, **facts}
+                row |= columns("to_dense", list(to_dense.values()))
+                row |= {"other": other and other.label} | columns("to_other", list(gap.values()))
+                rows.append(row)
+                if other and gap:
+                    kind = Comparison(arm.label, other.label, protocol, facts["metric"] == "nll")
+                    gaps.setdefault(kind, {}).setdefault(task, []).append(gap)
+        return rows + [overall(comparison, by_task) for comparison, by_task in gaps.items()]
 
     def _peer(self, arm: Arm, done: Sequence[Arm]) -> Arm | None:
         """The arm that this one is compared with."""

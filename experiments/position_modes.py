@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from experiment import Experiment, main
-from outcome import DENSE, Row
+from outcome import ALL, DENSE, Row, span
 from units import Arm, Options, Session, Unit, key_of
 
 import sparsekv
@@ -33,13 +34,16 @@ CHUNK = 256
 LENGTH = {True: 16384, False: 1024}  # on a GPU, on a CPU
 RANGES = 8  # the text is cut into so many
 ROWS = 8  # texts at once; a dense cache of 16384 tokens is 377 MB a row in bf16
+TEXTS = 16  # at most
 
 
 @torch.no_grad()
 def chunks(arm: Arm, length: int, session: Session) -> list[Row]:
     """A row for each text and range of positions: the mean loss there."""
     rng = random.Random(f"positions {session.options.seed}")
-    texts = torch.tensor(passages(session.request(), PROSE, length + 1, rng))
+    request = session.request()
+    request = replace(request, contexts=min(request.contexts, TEXTS))
+    texts = torch.tensor(passages(request, PROSE, length + 1, rng))
     found: list[Row] = []
     for batch in texts.split(ROWS):
         ids = batch.to(session.model.device)
@@ -86,6 +90,23 @@ class PositionModes(Experiment):
         found = super().records(options, arm, task, protocol)
         return found and [row for row in found if row["range"] == int(task)]
 
+    def rows(self, options: Options) -> list[Row]:
+        """Without means over ranges: they are what is to be compared."""
+        return [row for row in super().rows(options) if row["task"] != ALL]
+
+    def outcome(self, rows: Sequence[Row]) -> list[str]:
+        """The loss at the start and at the end."""
+        lines = []
+        for part in (self.tasks[0], self.tasks[-1]):
+            cells = [row for row in rows if str(row["task"]) == part]
+            losses = [
+                f"{row['arm']}{'' if row['arm'] == DENSE else ' ' + str(row['budget'])} "
+                f"{row['score']:.2f}{span(row)}"
+                for row in cells
+            ]
+            lines.append(f"nll in part {int(part) + 1} of {RANGES}: {', '.join(losses)}.")
+        return lines
+
     def plot(self, rows: Sequence[Row], out: Path) -> None:
         """Loss by range."""
         plt = pyplot("the plots")
@@ -93,7 +114,8 @@ class PositionModes(Experiment):
         lines = dict.fromkeys((row["arm"], row["budget"]) for row in rows)
         for arm, budget in lines:
             line = [row for row in rows if (row["arm"], row["budget"]) == (arm, budget)]
-            scores = np.array([(row["score"], row["low"], row["high"]) for row in line])
+            ends = [(row["score"], row["low"], row["high"]) for row in line]
+            scores = np.array(ends, dtype=float)  # None is NaN
             label = arm if arm == DENSE else f"{arm}, budget {budget}"
             errors = np.abs(scores[:, 1:].T - scores[:, 0])
             axes.errorbar(range(len(line)), scores[:, 0], errors, label=label, marker="o", ms=4)

@@ -2,7 +2,8 @@
 
     python experiments/quantised_cache.py --data DIR --out OUT
 
-The plot's axis is bytes. fp8_e4m3 needs a GPU of compute capability 8.9; elsewhere its rows say so.
+The plot's axis is bytes. On a GPU before compute capability 8.9 the rows of fp8_e4m3 say that it is
+refused.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""docs/results.md, and its first picture, from the committed results.
+"""docs/results.md from the committed results.
 
     python experiments/report.py
 
-A run is a folder of experiments/results/ with run.json (command, commit, hardware, seed), tables and
-pictures, as `run_all.py` leaves them; copy them there without `records/`. Every number of the page
-is computed from these tables.
+A run is a folder of experiments/results/ with run.json: either what `sparsekv eval` leaves (its
+table.csv and frontier.png; results.jsonl is too large to commit) or what `run_all.py` leaves (a
+table and a picture an experiment, without records/). Every number of the page is computed from
+these tables.
 """
 
 from __future__ import annotations
@@ -12,169 +13,167 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from outcome import ACCURACY, DENSE, Row, read_csv
+from outcome import ALL, DENSE, Row, read_csv, span
 from run_all import EXPERIMENTS
 
-from sparsekv.plotting import pyplot
+from sparsekv.evaluation.lines import AVERAGE
+from sparsekv.policies import Full
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "experiments" / "results", ROOT / "docs" / "results.md"
-FRONTIER = "accuracy_vs_budget"
 ENOUGH = 16  # contexts; a run with fewer shows that it works, not what is so
+CURVES = "accuracy_vs_budget"
 HEAD = """# Results
 
-Written by `python experiments/report.py` from the tables in [experiments/results](../experiments/results);
-change neither by hand. Intervals are 95 %, bootstrapped over contexts; differences are paired, on the
-same contexts. *question-aware*: the policy sees the question; *question-agnostic*: the context is
-compressed before. The two must not be mixed.
+Written by `python experiments/report.py` from the tables in
+[experiments/results](../experiments/results); change neither by hand.
+
+*question-aware*: the policy sees the question. *question-agnostic*: the context is compressed
+before it. The two must not be mixed. Intervals are 95 %, bootstrapped over contexts; differences
+are paired, on the same contexts.
 """
 
 
 def page(results: Path, at: Path) -> str:
-    """The Markdown. at: where it will lie, for the links."""
-    runs = [folder for folder in sorted(results.iterdir()) if (folder / "run.json").exists()]
-    parts = [HEAD]
-    for run in reversed(runs):
-        facts = json.loads((run / "run.json").read_text(encoding="utf-8"))
-        shown = [part for one in EXPERIMENTS for part in _experiment(one, run, at)]
-        parts += [_facts(run.name, facts), *_frontier(run, at), *shown]
+    """The Markdown. at: where it will lie, for the links. Evaluations come before experiments."""
+    runs = [(json.loads(file.read_text()), file.parent) for file in results.glob("*/run.json")]
+    runs.sort(key=lambda run: ("history" not in run[0], run[1].name))
+    parts = [HEAD] if runs else [HEAD, "No run is committed yet.\n"]
+    for facts, folder in runs:
+        made = evaluation if "history" in facts else experiments
+        parts += made(facts, folder, lambda file: Path(os.path.relpath(file, at.parent)).as_posix())
     return "\n".join(parts)
 
 
-def _facts(name: str, facts: dict[str, Any]) -> str:
-    """Where a run's numbers come from."""
-    smoke = facts["samples"] < ENOUGH
-    warning = "\n**A smoke run: it shows that everything runs. It has too few contexts to conclude from.**\n"
-    versions = f"torch {facts['torch']}, transformers {facts['transformers']}"
-    return f"""## {name}
-{warning if smoke else ""}
-    {facts["command"]}
-
-{facts["device"]}, {versions}, commit {facts["commit"]}, {facts["date"][:10]}; model {facts["model"]},
-{facts["samples"]} contexts a task, seed {facts["seed"]}.
-"""
+Link = Callable[[Path], str]
 
 
-def _frontier(run: Path, at: Path) -> list[str]:
-    """Picture and tables of accuracy against memory."""
-    file = run / f"{FRONTIER}.csv"
-    if not file.exists():
-        return []
-    rows = read_csv(file)
-    parts = [
-        "### Accuracy against memory\n",
-        f"![accuracy against memory]({_link(run / 'frontier.png', at)})\n",
-        "The line joins what nothing beats at its size. Mean over the tasks "
-        f"{', '.join(dict.fromkeys(row['task'] for row in rows))}.\n",
+def evaluation(facts: dict[str, Any], folder: Path, link: Link) -> list[str]:
+    """A run of `sparsekv eval`: the frontier, who is best, tables by policy and budget."""
+    few = min(facts["samples"].values())
+    parts = [_title(folder, few < ENOUGH)]
+    for part in facts["history"]:
+        where = f"{part['device']}, torch {part['torch']}, commit {part['commit']}, {part['date']}"
+        parts.append(f"    {part['command']}\n\n{where}.\n")
+    counts = ", ".join(f"{task} {count}" for task, count in facts["samples"].items())
+    parts += [
+        f"Model {facts['model']}, {facts['dtype']}, seed {facts['seed']}. Contexts: {counts}.\n",
+        f"![accuracy against memory]({link(folder / 'frontier.png')})\n",
+        "Score: the mean over all tasks but the control; a task scored by nll counts with its "
+        "perplexity's ratio to dense. In brackets the interval of the difference to dense.\n",
     ]
+    rows = read_csv(folder / "table.csv")
     for task in dict.fromkeys(row["task"] for row in rows):
-        for protocol in dict.fromkeys(row["protocol"] for row in rows):
-            cell = [r for r in rows if (r["task"], r["protocol"]) == (task, protocol)]
-            parts.append(_matrix(cell, f"{task}, {protocol}"))
+        cells = [row for row in rows if row["task"] == task]
+        tables = []
+        for protocol in dict.fromkeys(row["protocol"] for row in cells):
+            tables += _by_budget([r for r in cells if r["protocol"] == protocol], protocol)
+        if task == AVERAGE:
+            parts += [*_best(cells), *tables]
+        else:
+            parts += [f"<details><summary>{task}</summary>\n", *tables, "</details>\n"]
+    return [*parts, f"[All figures, with bytes and times]({link(folder / 'table.md')})\n"]
+
+
+def _best(rows: Sequence[Row]) -> list[str]:
+    """A line for each protocol and budget: the three best averages."""
+    lines = []
+    rows = [r for r in rows if r["policy"] != Full.name and r["value"] is not None]
+    most = max((row["tasks"] for row in rows), default=0)
+    rows = [row for row in rows if row["tasks"] == most]  # of policies that refused no task
+    for protocol, budget in dict.fromkeys((row["protocol"], row["budget"]) for row in rows):
+        cell = [r for r in rows if (r["protocol"], r["budget"]) == (protocol, budget)]
+        cell.sort(key=lambda row: -row["value"])
+        shown = [f"{r['policy']} {r['difference']:+.3f}{span(r, form='+.3f')}" for r in cell[:3]]
+        lines.append(f"- {protocol}, budget {budget}, minus dense: {' · '.join(shown)}")
+    return [*lines, ""]
+
+
+def _by_budget(rows: Sequence[Row], protocol: str) -> list[str]:
+    """A line a policy, a column a budget: value, and the interval of its difference to dense."""
+    budgets = sorted({row["budget"] for row in rows if row["budget"] is not None})
+    dense = next((row for row in rows if row["policy"] == Full.name), None)
+    beside = f"; dense {dense['value']:.3f}" if dense else ""
+    lines = [f"**{protocol}**, {rows[0]['metric']}{beside}\n"]
+    lines += [f"| policy | {' | '.join(map(str, budgets))} |", "|---" * (len(budgets) + 1) + "|"]
+    for policy in dict.fromkeys(row["policy"] for row in rows if row["policy"] != Full.name):
+        cells = []
+        for budget in budgets:
+            mine = [r for r in rows if (r["policy"], r["budget"]) == (policy, budget)]
+            cells.append(_cell(mine[0], "value", "+.2f") if mine else "not run")
+        lines.append(f"| {policy} | {' | '.join(cells)} |")
+    return ["\n".join([*lines, ""])]
+
+
+def _cell(row: Row, name: str, form: str) -> str:
+    return "refused" if row[name] is None else f"{row[name]:.2f}{span(row, form=form)}"
+
+
+def experiments(facts: dict[str, Any], folder: Path, link: Link) -> list[str]:
+    """A run of `run_all.py`, or of one experiment."""
+    where = f"{facts['device']}, torch {facts['torch']}, transformers {facts['transformers']}"
+    parts = [
+        _title(folder, facts["samples"] < ENOUGH),
+        f"    {facts['command']}\n\n{where}, commit {facts['commit']}, {facts['date']}.",
+        f"Model {facts['model']}, seed {facts['seed']}, {facts['samples']} contexts a task.\n",
+        "Where arms are compared, their differences are averaged over budgets and tasks: who is "
+        "*better* or *worse*, the interval says; *not told apart* where it covers 0. More is "
+        "better of accuracy, less of nll.\n",
+    ]
+    for experiment in EXPERIMENTS:
+        table = folder / f"{experiment.name}.csv"
+        if table.exists():
+            parts += _experiment(experiment, table, link)
     return parts
 
 
-def _matrix(rows: Sequence[Row], title: str) -> str:
-    """A line a policy, a column a budget."""
-    budgets = sorted({row["budget"] for row in rows if row["arm"] != DENSE})
-    dense = next((row for row in rows if row["arm"] == DENSE), None)
-    best = {
-        b: max((r["score"] or 0.0 for r in rows if r["budget"] == b), default=0) for b in budgets
-    }
-    metric = f", {dense['metric']}; dense {_interval(dense)}" if dense else ""
-    lines = [f"**{title}**{metric}\n", f"| policy | {' | '.join(map(str, budgets))} |"]
-    lines.append("|---" * (len(budgets) + 1) + "|")
-    for arm in dict.fromkeys(row["arm"] for row in rows if row["arm"] != DENSE):
-        cells = []
-        for budget in budgets:
-            row = next((r for r in rows if (r["arm"], r["budget"]) == (arm, budget)), None)
-            text = _interval(row)
-            cells.append(f"**{text}**" if row and row["score"] == best[budget] else text)
-        lines.append(f"| {arm} | {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
-
-
-def _interval(row: Row | None) -> str:
-    if row is None:
-        return "not run"
-    if row["score"] is None:
-        return "refused"
-    return f"{row['score']:.2f} [{row['low']:.2f}, {row['high']:.2f}]"
-
-
-def _experiment(experiment: Any, run: Path, at: Path) -> list[str]:
+def _experiment(experiment: Any, table: Path, link: Link) -> list[str]:
     """Question, picture and what the table says."""
-    file = run / f"{experiment.name}.csv"
-    if not file.exists():
-        return []
-    lines = [f"- {line}" for line in experiment.outcome(read_csv(file))]
-    table = _link(file, at)
-    script = _link(ROOT / "experiments" / f"{experiment.name}.py", at)
-    return [
+    rows = read_csv(table)
+    script = ROOT / "experiments" / f"{experiment.name}.py"
+    parts = [
         f"### {experiment.question}\n",
-        f"![{experiment.name}]({_link(file.with_suffix('.png'), at)})\n",
-        "\n".join([*lines, ""]),
-        f"[script]({script}) · [table]({table})\n",
+        f"![{experiment.name}]({link(table.with_suffix('.png'))})\n",
+        "\n".join(f"- {line}" for line in experiment.outcome(rows)) + "\n",
     ]
+    if experiment.name == CURVES:
+        parts += _curves([row for row in rows if row["task"] != ALL])
+    return [*parts, f"[script]({link(script)}) · [table]({link(table)})\n"]
 
 
-def _link(file: Path, at: Path) -> str:
-    return Path(os.path.relpath(file, at.parent)).as_posix()
+def _curves(rows: Sequence[Row]) -> list[str]:
+    """A table for each task and protocol: a line a policy, a column a budget."""
+    parts = []
+    for task, protocol in dict.fromkeys((row["task"], row["protocol"]) for row in rows):
+        cell = [r for r in rows if (r["task"], r["protocol"]) == (task, protocol)]
+        arms = [row for row in cell if row["arm"] != DENSE]
+        budgets = sorted({row["budget"] for row in arms})
+        dense = [_cell(row, "score", ".2f") for row in cell if row["arm"] == DENSE]
+        lines = [f"| dense {' '.join(dense)} | {' | '.join(map(str, budgets))} |"]
+        lines.append("|---" * (len(budgets) + 1) + "|")
+        for arm in dict.fromkeys(row["arm"] for row in arms):
+            mine = {r["budget"]: _cell(r, "score", ".2f") for r in arms if r["arm"] == arm}
+            lines.append(f"| {arm} | {' | '.join(mine.get(b, 'not run') for b in budgets)} |")
+        title = f"<details><summary>{task}, {protocol}</summary>\n"
+        parts += [title, "\n".join(lines) + "\n", "</details>\n"]
+    return parts
 
 
-def frontier(rows: Sequence[Row]) -> dict[str, dict[str, list[tuple[float, float, int]]]]:
-    """By protocol and arm: (share of dense bytes, mean accuracy over tasks, budget), by share."""
-    tasks = {row["task"] for row in rows if row["metric"] in ACCURACY}
-    found: dict[str, dict[str, list[tuple[float, float, int]]]] = {}
-    keys = dict.fromkeys((row["protocol"], row["arm"], row["budget"]) for row in rows)
-    for protocol, arm, budget in keys:
-        cell = [
-            r for r in rows if (r["protocol"], r["arm"], r["budget"]) == (protocol, arm, budget)
-        ]
-        cell = [r for r in cell if r["task"] in tasks and r["score"] is not None]
-        if len(cell) == len(tasks):
-            share = float(np.mean([r["kv_bytes"] / r["dense_kv_bytes"] for r in cell]))
-            score = float(np.mean([r["score"] for r in cell]))
-            found.setdefault(protocol, {}).setdefault(arm, []).append((share, score, budget))
-    return {p: {arm: sorted(line) for arm, line in arms.items()} for p, arms in found.items()}
-
-
-def draw_frontier(rows: Sequence[Row], out: Path) -> None:
-    """A panel a protocol; the black line joins the points that no smaller one reaches."""
-    plt = pyplot("the plots")
-    found = frontier(rows)
-    figure, grid = plt.subplots(
-        1, len(found), figsize=(5.2 * len(found) + 1.6, 4.2), sharey=True, squeeze=False,
-        layout="constrained",
-    )  # fmt: skip
-    for axes, (protocol, arms) in zip(grid.flat, found.items(), strict=True):
-        for i, (arm, line) in enumerate(arms.items()):
-            color = "black" if arm == DENSE else plt.cm.tab20(i % 20)
-            x, y = [p[0] for p in line], [p[1] for p in line]
-            axes.plot(x, y, marker="osv^D*"[i % 6], ms=4, lw=0.8, color=color, label=arm)
-        points = sorted(point for line in arms.values() for point in line)
-        best = [p for i, p in enumerate(points) if all(p[1] > q[1] for q in points[:i])]
-        axes.step([p[0] for p in best], [p[1] for p in best], where="post", color="black", lw=1.6)
-        axes.set(xscale="log", xlabel="KV bytes / dense", title=protocol)
-    grid[0, 0].set_ylabel("accuracy, mean over tasks")
-    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside right upper", fontsize=7)
-    figure.savefig(out, dpi=90)
-    plt.close(figure)
+def _title(folder: Path, smoke: bool) -> str:
+    warning = "\n**A smoke run: it shows that all runs; too few contexts to conclude from.**\n"
+    return f"## {folder.name}\n{warning if smoke else ''}"
 
 
 def main() -> None:
-    """Write the page and its pictures."""
+    """Write the page."""
     arguments = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     arguments.add_argument("--results", type=Path, default=RESULTS)
     arguments.add_argument("--page", type=Path, default=PAGE)
     given = arguments.parse_args()
-    for file in given.results.glob(f"*/{FRONTIER}.csv"):
-        draw_frontier(read_csv(file), file.parent / "frontier.png")
     given.page.write_text(page(given.results, given.page), encoding="utf-8")
 
 

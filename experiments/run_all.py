@@ -31,7 +31,7 @@ import sinks_and_recency
 import torch
 import voting_rows
 from experiment import Runnable, summarise, write_run
-from units import Options, Session, Unit, do, groups, options_of, parser
+from units import Options, Session, Unit, do, gates_file, groups, options_of, parser
 
 from sparsekv.models import resolve_device
 from sparsekv.policies import Duo
@@ -114,8 +114,8 @@ def main() -> int:
     started = time.time()
     options = replace(options_of(given), device=resolve_device(given.device))
     options.out.mkdir(parents=True, exist_ok=True)
-    if accuracy_vs_budget.EXPERIMENT.name in given.only:
-        Session(options).ready(Duo())  # its gates, before processes would measure them at once
+    if accuracy_vs_budget.EXPERIMENT.name in given.only and not gates_file(options).exists():
+        Session(options).ready(Duo())  # before processes would measure its gates at once
     left = run_shared(options, given.only, given.jobs, started + given.seconds)
     for experiment in EXPERIMENTS:
         if experiment.name in given.only:

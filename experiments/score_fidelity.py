@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from experiment import main
 from outcome import Row
-from units import Options, Session, Unit, key_of
 from torch import Tensor
+from units import Options, Session, Unit, key_of
 
 import sparsekv
 from sparsekv.evaluation.texts import PROSE, passages

@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from outcome import Row
+from transformers.utils import logging
 
 from sparsekv import calibrate_duo
 from sparsekv.evaluation.example import Request, Task
 from sparsekv.evaluation.plan import Plan
 from sparsekv.evaluation.protocols import Subject
 from sparsekv.evaluation.records import PROTOCOLS
-from sparsekv.evaluation.runner import default_batch_tokens, run
+from sparsekv.evaluation.runner import run
 from sparsekv.evaluation.settings import admit
 from sparsekv.evaluation.tasks import TASKS
 from sparsekv.models import load, resolve_device
@@ -31,6 +32,8 @@ from sparsekv.policies import Duo, Full, Policy, get_policy
 
 # Questions asked of one context: intervals are over contexts, so more contexts say more.
 QUESTIONS = 4
+# Tokens of one forward, by the kind of device: processes share a GPU's memory.
+BATCH_TOKENS = {"cuda": 65536, "cpu": 8192}
 # Of every book, the characters that the gates of duo are measured on.
 _GATE_TEXT = slice(10_000, 18_000)
 
@@ -73,11 +76,17 @@ def options_of(given: argparse.Namespace) -> Options:
     return Options(**{field.name: getattr(given, field.name) for field in fields(Options)})
 
 
+def gates_file(options: Options) -> Path:
+    """Where the gates of duo are kept."""
+    return options.out / "duo.json"
+
+
 class Session:
     """A loaded model, and the tasks built for its tokenizer."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
+        logging.disable_progress_bar()  # one of a second a process would cut through ours
         self.model, self.tokenizer = load(options.model, options.device, options.dtype)
         self._tasks: dict[str, Task] = {}
 
@@ -101,7 +110,7 @@ class Session:
         in OUT/duo.json."""
         if not isinstance(policy, Duo) or policy.gates is not None:
             return policy.with_tokenizer(self.tokenizer)
-        file = self.options.out / "duo.json"
+        file = gates_file(self.options)
         if not file.exists():
             books = sorted((self.options.data / "prose").glob("*.txt"))
             texts = [book.read_text(encoding="utf-8")[_GATE_TEXT] for book in books]
@@ -202,9 +211,9 @@ def _evaluated(session: Session, cells: Sequence[Cell]) -> dict[Cell, list[Row]]
     except ValueError as error:
         return {cell: [{"refused": str(error)}] for cell in cells}
     subject = Subject(model, session.tokenizer, session.task(one.task))
-    plan = Plan(subject, settings, protocols, default_batch_tokens(model))
+    plan = Plan(subject, settings, protocols, BATCH_TOKENS[model.device.type])
     rows: dict[tuple[Any, str], list[Row]] = {}
-    for record in run(plan):
+    for record in (record for records in run(plan) for record in records):
         rows.setdefault((record.budget, record.protocol), []).append(record.to_dict())
     return {
         cell: rows[None if isinstance(policy, Full) else cell.budget, cell.protocol]
