@@ -41,8 +41,6 @@ POLICIES = {
     "layersplit, 1 full layer": shared(1),
     "adakv": AdaKV(SnapKV()),
     "planned": Planned.load(PLANS / "smollm2.json"),
-    "planned, by layer": Planned.load(PLANS / "smollm2-by-layer.json"),
-    "planned, by attention mass": Planned.load(PLANS / "smollm2-by-mass.json"),
 }
 
 EXPERIMENT = Experiment(

@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 
 from sparsekv.diagnose.allocate import best_counts, lost
 from sparsekv.diagnose.curves import Curves, loss_curves
+from sparsekv.diagnose.texts import read_texts, stretches
 from sparsekv.policies import Planned, SnapKV, resolve_budget
 from sparsekv.policies.base import one_of
 
@@ -107,6 +108,13 @@ def make_plan(
         split(curves.loss.mean(0), curves.slots, budget, per), per, measure, curves.tokens, later,
         budget, scorer.window, head_dim, loss,
     )  # fmt: skip
+
+
+def default_plan(model: PreTrainedModel, tokenizer: Any) -> MeasuredPlan:
+    """A quick one: two prompts of 1024 tokens of Python's help, a tenth kept."""
+    (text,) = read_texts(None)
+    texts = stretches(tokenizer, text, 1024, 128, 2, repeat=True)
+    return make_plan(model, texts, keep=0.1, later=128)
 
 
 def split(loss: np.ndarray, slots: np.ndarray, budget: int, per: str) -> np.ndarray:

@@ -11,7 +11,7 @@ from sparsekv.evaluation.lookup import find_builder
 from sparsekv.evaluation.records import PROTOCOLS
 from sparsekv.evaluation.settings import Feed
 from sparsekv.evaluation.tasks import FULL, SMOKE, TASKS
-from sparsekv.policies import POLICIES, Duo, Full
+from sparsekv.policies import POLICIES, Duo, Full, Planned
 
 # Contexts of a task that a mode does not name.
 _CONTEXTS = {"smoke": 4, "full": 100}
@@ -30,6 +30,7 @@ class Wish:
     seed: int
     data: Path | None
     gates: Path | None
+    plan: Path | None
     feed: Feed
 
     def contexts(self, task: str) -> int:
@@ -49,7 +50,8 @@ def check_wish(
     """Comma-separated names and numbers as a `Wish`; more: its other fields.
 
     Raises:
-        ValueError: an unknown name, a bad budget, gates without duo, no data folder.
+        ValueError: an unknown name, a bad budget, gates without duo, a plan without planned, no
+            data folder.
     """
     smoke, data, samples = more["mode"] == "smoke", more["data"], more["samples"]
     names = list(POLICIES) if policies == "all" else _known("a policy", policies, list(POLICIES))
@@ -60,8 +62,9 @@ def check_wish(
     if tasks is not None:
         wanted = tuple(TASKS) if tasks == "all" else _tasks(tasks)
     both = PROTOCOLS if protocol == "both" else _known("a protocol", protocol, list(PROTOCOLS))
-    if more["gates"] is not None and Duo.name not in chosen:
-        raise ValueError(f"expected --gates with the policy duo, got {policies}")
+    for option, policy in (("gates", Duo), ("plan", Planned)):
+        if more[option] is not None and policy.name not in chosen:
+            raise ValueError(f"expected --{option} with the policy {policy.name}, got {policies}")
     if data is not None and not data.is_dir():
         raise ValueError(f"expected --data to be a folder, got {str(data)!r}")
     if samples is not None and samples < 1:
