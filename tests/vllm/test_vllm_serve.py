@@ -131,15 +131,17 @@ def test_openai_server() -> None:
     server = subprocess.Popen(line, env={**environment(), "VLLM_CPU_KVCACHE_SPACE": "1"})
     try:
         _wait(f"http://127.0.0.1:{port}/health", server)
-        body = {"model": "m", "prompt": "one two three four " * 200, "max_tokens": 40}
-        body |= {"temperature": 0, "logprobs": 1}
-        answer = _post(f"http://127.0.0.1:{port}/v1/completions", body)
-        assert "two three" in answer["choices"][0]["text"]
-        several = {**body, "n": 2, "temperature": 0.7, "seed": 1}
-        answer = _post(f"http://127.0.0.1:{port}/v1/completions", several)
-        assert len(answer["choices"]) == 2
-        stopped = _post(f"http://127.0.0.1:{port}/v1/completions", {**body, "stop": ["three"]})
-        assert "three" not in stopped["choices"][0]["text"]
+        url = f"http://127.0.0.1:{port}/v1/completions"
+        prompt = "A list of facts about rivers, lakes, seas and their fish. " * 60
+        body = {"model": "m", "prompt": prompt, "max_tokens": 40, "temperature": 0, "logprobs": 1}
+        answer = _post(url, body)
+        text = answer["choices"][0]["text"]
+        assert answer["usage"]["completion_tokens"] == 40 and "rivers, lakes" in text
+        assert len(answer["choices"][0]["logprobs"]["token_logprobs"]) == 40
+        several = _post(url, {**body, "n": 2, "temperature": 0.7, "seed": 1})
+        assert len(several["choices"]) == 2
+        stopped = _post(url, {**body, "stop": [" lakes"]})["choices"][0]
+        assert stopped["finish_reason"] == "stop" and stopped["text"] == text.split(" lakes")[0]
     finally:
         server.terminate()
         server.wait(timeout=60)
