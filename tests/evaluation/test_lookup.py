@@ -30,7 +30,7 @@ def test_other_names_are_refused(name):
 
 
 def test_the_command_takes_names_of_every_kind():
-    more = {"mode": "smoke", "samples": None, "seed": 0, "data": None, "gates": None}
+    more = {"mode": "smoke", "samples": None, "seed": 0, "data": None, "gates": None, "plan": None}
     names = "needle-1k, ruler-vt-8k,longbench-trec,rulerqa-1-4k,mmlu"
     wish = check_wish("full", None, names, "both", int, feed="chunk", **more)
     assert wish.tasks == tuple(name.strip() for name in names.split(","))
