@@ -27,9 +27,11 @@ from sparsekv.policies import (
     KeyDiff,
     LayerSplit,
     ModelShape,
+    Planned,
     Policy,
     PyramidInfer,
     Quest,
+    SnapKV,
 )
 
 SMALL_PROMPT, SMALL_NEW, SMALL_BUDGET = 70, 6, 24
@@ -40,6 +42,7 @@ SMALL: dict[str, Policy] = {
     "rkv": RKV(window=4, kernel=3, buffer=4),
     "layersplit": LayerSplit(full_layers=1),
     "quest": Quest(dense_layers=1),
+    "planned": Planned(SnapKV(window=8), shares=((3, 1), (1, 2))),
     "pyramidinfer": PyramidInfer(decay=0.5, min_context=4, recent=0.03, exceed=2),
 }
 DEEPER = 4  # layers where the first two see all of a prompt

@@ -25,8 +25,8 @@ A_hij is the softmax of query head h, query i, key j. Costs are per layer and ro
 attention: 2 T^2 D HQ FLOPs for a prompt, 4 n D HQ a step. The pictures show what stays of a prompt
 of Python's own help texts in SmolLM2-135M (30 layers, 3 KV heads) at a budget of 512 (pyramidinfer:
 0.6, its tail alone is a fifth of a prompt; duo: with gates that `sparsekv gates` measured on the
-same text): a row is a layer; the darker a place, the more of its KV heads keep the token.
-`sparsekv show-kept` draws them.
+same text; planned: with a plan that `sparsekv plan` made of other help texts): a row is a layer;
+the darker a place, the more of its KV heads keep the token. `sparsekv show-kept` draws them.
 """
 _SUMMARY = ("policy", "keeps", "acts", "protects", "tensor parallel")
 # Enough layers for policies whose first ones differ.

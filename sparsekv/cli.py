@@ -1,4 +1,4 @@
-"""The `sparsekv` command: generate, policies, show-kept, demo, bench, eval.
+"""The `sparsekv` command and all of its parts.
 
 Text goes to stdout; progress and figures go to stderr. A user's mistake is one line,
 `error: expected X, got Y`, and exit code 2.
@@ -25,12 +25,17 @@ from sparsekv.bench.cli import register as register_bench
 from sparsekv.catalogue import markdown as policies_markdown
 from sparsekv.demo import prompt as demo_prompt
 from sparsekv.demo import run_demo
+from sparsekv.diagnose.cli import register as register_diagnose
+from sparsekv.diagnose.texts import read_file
 from sparsekv.evaluation.cli import register as register_eval
 from sparsekv.generation import Run, encode, generate_shown
 from sparsekv.kernels._quant import check_kv_dtype
+from sparsekv.lm_harness.cli import register as register_lm_eval
 from sparsekv.plotting import pyplot
-from sparsekv.policies import Duo, get_policy, resolve_budget
+from sparsekv.policies import Duo, Planned, get_policy
+from sparsekv.policies.budgets import parse_budget
 from sparsekv.progress import spinning
+from sparsekv.vllm.cli import register as register_serve
 
 HELP = {"help_option_names": ["-h", "--help"]}
 APP = typer.Typer(
@@ -59,6 +64,7 @@ Gates = Annotated[
     Path | None,
     typer.Option(help="For duo: a file of gates, .json or the .tsv that its authors publish."),
 ]
+Plan = Annotated[Path | None, typer.Option(help="For planned: a file that `sparsekv plan` wrote.")]
 Budget = Annotated[
     str,
     typer.Option(
@@ -67,6 +73,9 @@ Budget = Annotated[
     ),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
+PromptFile = Annotated[
+    Path | None, typer.Option(help="A UTF-8 text file with the prompt.", show_default=False)
+]
 KVDtype = Annotated[
     str | None,
     typer.Option(help="Quantise the cache: fp8_e4m3, fp8_e5m2, int8 or int4.", show_default=False),
@@ -106,16 +115,6 @@ def main() -> None:
     sys.exit(code)
 
 
-def parse_budget(text: str) -> int | float:
-    """ "512" -> 512, "0.25" -> 0.25; ValueError for what is not a budget."""
-    try:
-        budget = int(text) if text.strip().lstrip("+-").isdigit() else float(text)
-    except ValueError as error:
-        raise ValueError(f"expected a budget like 512 or 0.25, got {text!r}") from error
-    resolve_budget(budget, 1)
-    return budget
-
-
 def _print_version(wanted: bool) -> None:
     if wanted:
         print(f"sparsekv {sparsekv.__version__}")
@@ -144,10 +143,9 @@ def generate_command(
     policy: Policy = "pyramid",
     budget: Budget = "512",
     gates: Gates = None,
+    plan: Plan = None,
     prompt: Annotated[str | None, typer.Option(help="The prompt itself.")] = None,
-    prompt_file: Annotated[
-        Path | None, typer.Option(help="A UTF-8 text file with the prompt.", show_default=False)
-    ] = None,
+    prompt_file: PromptFile = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 128,
     raw: Annotated[
         bool, typer.Option("--raw", help="Complete the prompt as it is: no chat template.")
@@ -163,7 +161,7 @@ def generate_command(
     ] = None,
 ) -> None:
     """Generate greedily from a prompt with a sparse KV cache."""
-    chosen, size = _policy(policy, gates), parse_budget(budget)
+    chosen, size = read_policy(policy, gates, plan), parse_budget(budget)
     text = _read_prompt(prompt, prompt_file)
     _check_before_work(max_new_tokens, json_file, kv_dtype)
     with spinning("loading the model"):
@@ -187,11 +185,17 @@ def _write_json(file: Path, setting: dict[str, Any], sparse: Run, dense: Run | N
     file.write_text(json.dumps(setting | runs, indent=2) + "\n", encoding="utf-8")
 
 
-def _policy(name: str, gates: Path | None) -> sparsekv.policies.Policy:
-    """The policy of that name with the gates of the file, if it is the one that takes gates."""
-    if gates is not None and name != Duo.name:
-        raise ValueError(f"expected --gates with --policy duo, got --policy {name}")
-    return get_policy(name) if gates is None else Duo.load(gates)
+def read_policy(
+    name: str, gates: Path | None = None, plan: Path | None = None
+) -> sparsekv.policies.Policy:
+    """The policy of that name, with the gates or the plan of a file if it takes one."""
+    for option, file, cls in (("gates", gates, Duo), ("plan", plan, Planned)):
+        if file is None:
+            continue
+        if name != cls.name:
+            raise ValueError(f"expected --{option} with --policy {cls.name}, got --policy {name}")
+        return cls.load(file)
+    return get_policy(name)
 
 
 def _check_before_work(max_new_tokens: int, json_file: Path | None, kv_dtype: str | None) -> None:
@@ -208,11 +212,7 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
         raise ValueError(f"expected --prompt or --prompt-file, got {'both' if file else 'neither'}")
     if file is None:
         return str(prompt)
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"expected a UTF-8 text file, got {str(file)!r}: {reason}") from error
+    return read_file(file)
 
 
 def _show(sparse: Run, dense: Run | None, policy: str) -> None:
@@ -256,6 +256,7 @@ def show_kept_command(
     policy: Policy = "pyramid",
     budget: Budget = "512",
     gates: Gates = None,
+    plan: Plan = None,
     model: Model = None,
     prompt: Annotated[
         Path | None, typer.Option(help="A UTF-8 text file; without it, the text of the demo.")
@@ -266,7 +267,7 @@ def show_kept_command(
     dtype: Dtype = "auto",
 ) -> None:
     """Draw which tokens of a prompt a policy keeps, layer by layer."""
-    chosen, size = _policy(policy, gates), parse_budget(budget)
+    chosen, size = read_policy(policy, gates, plan), parse_budget(budget)
     text = demo_prompt() if prompt is None else _read_prompt(None, prompt)
     pyplot("the picture")  # before the model is loaded
     if not out.parent.is_dir():
@@ -316,5 +317,8 @@ def demo(
     run_demo(network, tokenizer, chosen, size, kv_dtype)
 
 
+register_diagnose(APP, user_errors)
 register_bench(APP, user_errors)
 register_eval(APP, user_errors, parse_budget)
+register_lm_eval(APP, user_errors)
+register_serve(APP, user_errors)

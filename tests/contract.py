@@ -29,6 +29,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "keydiff": {"block": 128},
     "rkv": {"window": 8, "kernel": 7, "similarity": 0.5, "mix": 0.1, "buffer": 128},
     "duo": {"gates": None, "sparsity": 0.5, "sinks": 64, "recent": 256},
+    "planned": {"scorer": "snapkv", "shares": None, "head_dim": None},
     "quest": {"dense_layers": 2},
     "kvzip": {"tokenizer": None, "chunk": 2000, "uniform": False, "sinks": 4},
     "pyramidinfer": {

@@ -22,8 +22,8 @@ POLICY_HELPERS = ("base", "budgets", "features", "noise", "wrapper")
 POLICIES = [f for f in POLICIES if Path(f).stem not in POLICY_HELPERS]
 
 MAX_FILE, MAX_FUNCTION, MAX_KERNEL = 400, 40, 120
-# hf | vllm | engine | parallel | reuse -> attention -> kernels, cache, policies; cache -> kernels.
-CALLERS = {"bench", "hf", "vllm", "engine", "parallel", "reuse", "cli"}
+# callers -> attention -> kernels, cache, policies; cache -> kernels.
+CALLERS = {"bench", "diagnose", "hf", "vllm", "engine", "parallel", "reuse", "cli"}
 MAY_IMPORT = {"cache": {"cache", "kernels"}, "policies": {"policies"}, "kernels": {"kernels"}}
 THIRD_PARTY = {"policies": {"torch"}, "kernels": {"torch", "triton"}}
 ENVIRONMENT = ("os.environ", "os.getenv")

@@ -25,7 +25,7 @@ from sparsekv.policies import POLICIES
 NAMES = (
     "full", "streaming", "h2o", "snapkv", "pyramid", "layersplit", "knorm", "random", "tova",
     "scissorhands", "keyformer", "adakv", "criticalkv", "chunked", "expected", "keydiff", "rkv",
-    "duo", "quest", "kvzip", "pyramidinfer",
+    "duo", "quest", "kvzip", "pyramidinfer", "planned",
 )  # fmt: skip
 
 FEATURES = {
@@ -58,7 +58,9 @@ SUPPORT: dict[str, dict[str, str]] = {
 # numbered by heads of the whole layer.
 TENSOR_PARALLEL = {
     **dict.fromkeys(NAMES, "local"),
-    **dict.fromkeys(("tova", "chunked", "kvzip", "pyramidinfer", "duo", "keyformer"), "refused"),
+    **dict.fromkeys(
+        ("tova", "chunked", "kvzip", "pyramidinfer", "duo", "keyformer", "planned"), "refused"
+    ),
 }
 
 # Wrapper -> scorer -> may it be wrapped; a scorer that drops tokens at every step has no score of
@@ -67,7 +69,7 @@ WRAPPERS = ("adakv", "criticalkv", "critical-ada", "chunked")
 SCORERS = {
     "snapkv": "right", "pyramid": "right", "expected": "right", "random": "right",
     "knorm": "right", "h2o": "refused", "tova": "refused", "streaming": "refused",
-    "layersplit": "refused",
+    "layersplit": "refused", "planned": "right",
 }  # fmt: skip
 
 
@@ -121,6 +123,23 @@ def _snap() -> Any:
     return _make("snapkv", window=4, kernel=3)
 
 
+def shares(layers: int, kv_heads: int) -> tuple[tuple[int, ...], ...]:
+    """Different shares, in no order; the first layer has none to give away."""
+    drawn = random.Random(layers + 100 * kv_heads)
+    rows = [tuple(drawn.randrange(20) for _ in range(kv_heads)) for _ in range(layers)]
+    return ((25,) * kv_heads, *rows[1:])
+
+
+def _planned(layers: int, kv_heads: int) -> Any:
+    return _make("planned", scorer=_snap(), shares=shares(layers, kv_heads), head_dim=16)
+
+
+def _planned_layers(layers: int, kv_heads: int) -> Any:
+    """Heads of a layer are equal: what wrappers take."""
+    rows = tuple((3 * i + 1,) * kv_heads for i in range(layers))
+    return _make("planned", scorer=_snap(), shares=rows)
+
+
 def _duo(layers: int, kv_heads: int) -> Any:
     return _make("duo", gates=gates(layers, kv_heads), sinks=2, recent=6)
 
@@ -150,6 +169,7 @@ EXAMPLES: dict[str, Callable[[int, int], Any]] = {
     "pyramidinfer": lambda layers, heads: _make(
         "pyramidinfer", decay=0.5, sinks=2, min_context=2, exceed=6
     ),
+    "planned": _planned,
 }
 
 
@@ -160,12 +180,13 @@ def example(name: str, layers: int = 3, kv_heads: int = 2) -> Any:
     return EXAMPLES[name](layers, kv_heads)
 
 
-def wrapped(wrapper: str, scorer: str) -> Any:
-    """A wrapper around a scorer; skips what the library does not have."""
+def wrapped(wrapper: str, scorer: str, layers: int = 3, kv_heads: int = 2) -> Any:
+    """A wrapper around a scorer for a model of that shape; skips what the library does not have."""
     for name in (*wrapper_names(wrapper), scorer):
         if name not in POLICIES:
             pytest.skip(f"sparsekv.POLICIES has no {name!r} yet")
-    inner = _snap() if scorer == "snapkv" else EXAMPLES[scorer](3, 2)
+    made = {"snapkv": lambda *_: _snap(), "planned": _planned_layers}
+    inner = made.get(scorer, EXAMPLES[scorer])(layers, kv_heads)
     if scorer == "expected" and wrapper.startswith("critical"):  # values count once
         inner = _make("expected", future=16, value_norm=False)
     if wrapper == "critical-ada":

@@ -1,7 +1,7 @@
 """How each policy is run where none was asked for: its defaults, and what stands in for the rest.
 
-What a policy needs of the outside (gates, a tokenizer) is replaced by something that makes the same
-work and means nothing: good for times and bytes, not for what is kept.
+What a policy needs of the outside (gates, a tokenizer, a plan) is replaced by something that makes
+the same work and means nothing: good for times and bytes, not for what is kept.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 
-from sparsekv.policies import POLICIES, Duo, KVzip, ModelShape, Policy
+from sparsekv.policies import POLICIES, Duo, KVzip, ModelShape, Planned, Policy
 
-_OUTSIDE = ("gates", "tokenizer")
+_OUTSIDE = ("gates", "tokenizer", "shares", "head_dim")
 
 
 class WordTokenizer:
@@ -63,6 +63,12 @@ def alternating_gates(shape: ModelShape) -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(float((i + h) % 2) for h in heads) for i in range(shape.num_layers))
 
 
+def falling_shares(shape: ModelShape) -> tuple[tuple[int, ...], ...]:
+    """L for the first layer, 1 for the last, times 1 .. HK for the heads."""
+    heads = range(1, shape.num_kv_heads + 1)
+    return tuple(tuple((shape.num_layers - i) * h for h in heads) for i in range(shape.num_layers))
+
+
 def _least(policy: Policy, shape: ModelShape, tokens: int, budget: int) -> int:
     """The smallest budget from `budget` to `tokens` that plan() takes, by bisection."""
 
@@ -90,6 +96,10 @@ def _value(value: object) -> str:
 _MADE: Mapping[str, tuple[Callable[[ModelShape], Policy], str]] = MappingProxyType(
     {
         "duo": (lambda shape: Duo(alternating_gates(shape)), "alternating gates"),
+        "planned": (
+            lambda shape: Planned(shares=falling_shares(shape)),
+            "shares that fall over depth",
+        ),
         "kvzip": (
             lambda shape: KVzip(WordTokenizer()),
             "stub tokenizer, passes counted in the prefill",

@@ -1,4 +1,5 @@
-"""What some policies score with: noisy column sums, projected values, near-duplicates.
+"""What some policies score with (noisy column sums, projected values, near-duplicates), and the row
+entropies of `sparsekv diagnose`.
 
 Random keys have no near-duplicates, so that case is the slow one: every row walks over all keys.
 """
@@ -17,7 +18,9 @@ from sparsekv.bench.case import Case, Context, name_of
 from sparsekv.bench.prefill_cases import PREFILL
 from sparsekv.bench.timing import copies
 from sparsekv.kernels.perturb import perturbed_columns, perturbed_row
+from sparsekv.kernels.prefill import prefill_attention
 from sparsekv.kernels.projected_norm import projected_norm
+from sparsekv.kernels.row_entropy import row_entropy
 from sparsekv.kernels.similarity import nearest_duplicate
 
 _THRESHOLD = 0.5  # R-KV's
@@ -30,6 +33,7 @@ def statistic_cases(tiny: bool) -> list[Case]:
     return [
         *(_perturbed(tiny, t) for t in prompts),
         *(_projected(tiny, t) for t in prompts),
+        *(_entropy(tiny, t) for t in prompts),
         *(_step(tiny, *shape) for shape in caches),
         *(_duplicates(tiny, *shape) for shape in caches),
     ]
@@ -70,6 +74,43 @@ def _projected(tiny: bool, t: int) -> Case:
         roof="matmul",
         versus=name_of(PREFILL, {"B": 1, "T": t}),
     )
+
+
+def _entropy(tiny: bool, t: int) -> Case:
+    heads = geometry(tiny)
+    return Case(
+        "entropy of all rows",
+        "statistics",
+        {"B": 1, "T": t},
+        lambda context: packed(context, 1, t),
+        _entropy_ours,
+        {"attention_over_keys": _entropy_by_attention},
+        flops=float(heads.heads * t * t * heads.head_dim),  # one of the two products of attention
+        roof="matmul",
+        versus=name_of(PREFILL, {"B": 1, "T": t}),
+    )
+
+
+def _entropy_ours(x: Packed, context: Context) -> Callable[[], Tensor]:
+    lse = _over_keys(x)[1]
+    return lambda: row_entropy(
+        x.q, x.k, lse, x.cu, x.cu, x.tokens, x.tokens, softmax_scale=x.heads.scale
+    )
+
+
+def _entropy_by_attention(x: Packed, context: Context) -> Callable[[], Tensor]:
+    """lse - scale q . (attention over the keys), which also remakes the lse."""
+
+    def run() -> Tensor:
+        mean, lse = _over_keys(x)
+        return lse - x.heads.scale * torch.einsum("thd,thd->ht", x.q, mean).float()
+
+    return run
+
+
+def _over_keys(x: Packed) -> tuple[Tensor, Tensor]:
+    lengths = (x.cu, x.cu, x.tokens, x.tokens)
+    return prefill_attention(x.q, x.k, x.k, *lengths, softmax_scale=x.heads.scale)
 
 
 def _torch_projected(v: Tensor, w_o: Tensor) -> Tensor:

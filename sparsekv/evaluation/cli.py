@@ -49,6 +49,10 @@ Feed = Annotated[
 Gates = Annotated[
     Path | None, typer.Option(help="Gates for duo; without, they are measured on the data.")
 ]
+PlanFile = Annotated[
+    Path | None,
+    typer.Option("--plan", help="A plan for planned; without, one is made of Python's help."),
+]
 Commit = Annotated[
     str | None, typer.Option(help="Recorded commit, where there is no git history to ask.")
 ]
@@ -95,6 +99,7 @@ def _runner(parse_budget: Callable[[str], int | float]) -> Callable[..., None]:
         batch_tokens: BatchTokens = None,
         feed: Feed = "chunk",
         gates: Gates = None,
+        plan: PlanFile = None,
         commit: Commit = None,
     ) -> None:
         """Measure policies on tasks; write results, their table and the frontier plot."""
@@ -103,7 +108,7 @@ def _runner(parse_budget: Callable[[str], int | float]) -> Callable[..., None]:
         mode = "full" if full else "smoke"
         wish = check_wish(
             policies, budgets, tasks, protocol, parse_budget, mode=mode, samples=samples,
-            seed=seed, data=data, gates=gates, feed=feed,
+            seed=seed, data=data, gates=gates, plan=plan, feed=feed,
         )  # fmt: skip
         if batch_tokens is not None and batch_tokens < 1:
             raise ValueError(f"expected --batch-tokens >= 1, got {batch_tokens}")

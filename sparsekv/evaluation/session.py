@@ -9,16 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import sparsekv
+from sparsekv.diagnose import default_plan
 from sparsekv.evaluation.example import Request, Task
+from sparsekv.evaluation.lookup import find_builder
 from sparsekv.evaluation.plan import Plan
 from sparsekv.evaluation.protocols import Subject
 from sparsekv.evaluation.records import Key, Record
 from sparsekv.evaluation.results import Results
 from sparsekv.evaluation.runner import default_batch_tokens, run
 from sparsekv.evaluation.settings import Setting, admit
-from sparsekv.evaluation.tasks import TASKS
 from sparsekv.evaluation.wish import Wish
-from sparsekv.policies import Duo, Full, Policy, get_policy
+from sparsekv.policies import Duo, Full, Planned, Policy, get_policy
 
 # Tokens of the texts that duo's gates are measured on.
 _CALIBRATION = 4096
@@ -31,7 +32,7 @@ def build_tasks(wish: Wish, tokenizer: Any) -> list[Task]:
         ValueError: a task without the data that it is made of.
     """
     return [
-        TASKS[name](Request(tokenizer, wish.data, wish.contexts(name), wish.seed))
+        find_builder(name)(Request(tokenizer, wish.data, wish.contexts(name), wish.seed))
         for name in wish.tasks
     ]
 
@@ -54,7 +55,11 @@ def settings_of(wish: Wish, model: Any, tokenizer: Any) -> tuple[list[Setting], 
 
 
 def _policy(name: str, wish: Wish, model: Any, tokenizer: Any) -> Policy:
-    """duo gets gates from a file, or measured on the beginning of each prose text of the data."""
+    """duo gets gates from a file, or measured on the beginning of each prose text of the data;
+    planned a plan from a file, or one made of texts that no task uses."""
+    if name == Planned.name:
+        plan = wish.plan
+        return default_plan(model, tokenizer).policy() if plan is None else Planned.load(plan)
     if name != Duo.name:
         return get_policy(name).with_tokenizer(tokenizer)
     if wish.gates is not None:

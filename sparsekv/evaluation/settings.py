@@ -66,14 +66,21 @@ class Setting:
 
 
 def admit(
-    model: Any, policy: Policy, budgets: Sequence[int | float], feed: Feed = "chunk"
+    model: Any,
+    policy: Policy,
+    budgets: Sequence[int | float],
+    feed: Feed = "chunk",
+    *,
+    kv_dtype: str | None = None,
 ) -> list[Setting]:
     """The settings of a policy; `full` has one, whatever the budgets. The model stays patched.
+
+    kv_dtype: how kept keys and values are quantised; records do not say it.
 
     Raises:
         ValueError: what `sparsekv.patch` refuses.
     """
-    sparsekv.patch(model, policy, budgets[0] if budgets else _ANY)
+    sparsekv.patch(model, policy, budgets[0] if budgets else _ANY, kv_dtype=kv_dtype)
     record = patch_of(model)
     own: Sequence[int | float | None] = (None,) if isinstance(policy, Full) else budgets
     # A chunk attends all pages, so a policy that reads some of them must be given single tokens;

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sparsekv.evaluation.lookup import find_builder
 from sparsekv.evaluation.records import PROTOCOLS
 from sparsekv.evaluation.settings import Feed
 from sparsekv.evaluation.tasks import FULL, SMOKE, TASKS
-from sparsekv.policies import POLICIES, Duo, Full
+from sparsekv.policies import POLICIES, Duo, Full, Planned
 
 # Contexts of a task that a mode does not name.
 _CONTEXTS = {"smoke": 4, "full": 100}
@@ -29,6 +30,7 @@ class Wish:
     seed: int
     data: Path | None
     gates: Path | None
+    plan: Path | None
     feed: Feed
 
     def contexts(self, task: str) -> int:
@@ -48,7 +50,8 @@ def check_wish(
     """Comma-separated names and numbers as a `Wish`; more: its other fields.
 
     Raises:
-        ValueError: an unknown name, a bad budget, gates without duo, no data folder.
+        ValueError: an unknown name, a bad budget, gates without duo, a plan without planned, no
+            data folder.
     """
     smoke, data, samples = more["mode"] == "smoke", more["data"], more["samples"]
     names = list(POLICIES) if policies == "all" else _known("a policy", policies, list(POLICIES))
@@ -57,10 +60,11 @@ def check_wish(
     found = tuple(parse_budget(size.strip()) for size in sizes.split(","))
     wanted = tuple(SMOKE if smoke else FULL)
     if tasks is not None:
-        wanted = tuple(TASKS if tasks == "all" else _known("a task", tasks, list(TASKS)))
+        wanted = tuple(TASKS) if tasks == "all" else _tasks(tasks)
     both = PROTOCOLS if protocol == "both" else _known("a protocol", protocol, list(PROTOCOLS))
-    if more["gates"] is not None and Duo.name not in chosen:
-        raise ValueError(f"expected --gates with the policy duo, got {policies}")
+    for option, policy in (("gates", Duo), ("plan", Planned)):
+        if more[option] is not None and policy.name not in chosen:
+            raise ValueError(f"expected --{option} with the policy {policy.name}, got {policies}")
     if data is not None and not data.is_dir():
         raise ValueError(f"expected --data to be a folder, got {str(data)!r}")
     if samples is not None and samples < 1:
@@ -68,6 +72,13 @@ def check_wish(
     if more["feed"] not in ("chunk", "steps"):
         raise ValueError(f"expected --feed chunk or steps, got {more['feed']!r}")
     return Wish(chosen, tuple(dict.fromkeys(found)), wanted, tuple(both), **more)
+
+
+def _tasks(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    for name in names:
+        find_builder(name)
+    return names
 
 
 def _known(what: str, text: str, allowed: Sequence[str]) -> list[str]:

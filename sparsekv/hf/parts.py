@@ -25,7 +25,7 @@ def model_parts(model: PreTrainedModel, policy: Policy) -> ModelParts:
     Raises:
         ValueError: RoPE that cannot be inverted, or a W_O that cannot be found or read.
     """
-    layers = [i for i, kind in enumerate(layer_types(model.config)) if kind == "full_attention"]
+    layers = _full_layers(model)
     asked: set[type[Feature]] = {
         type(feature)
         for ordinal in range(len(layers))
@@ -36,12 +36,24 @@ def model_parts(model: PreTrainedModel, policy: Policy) -> ModelParts:
     if ExpectedProbability in asked:
         rotary = Rotary(rotary_frequencies(model, UNDO))
     if ProjectedValueNorm in asked:
-        projections = Projections(_projections(model, layers, policy.name))
+        purpose = f"for policy {policy.name!r}"
+        projections = Projections(output_projections(model, purpose))
     return ModelParts(rotary, projections)
 
 
-def _projections(model: PreTrainedModel, layers: list[int], policy: str) -> dict[int, Tensor]:
-    """W_O [D_model, HQ * D] of each of `layers`, this rank's heads only."""
+def _full_layers(model: PreTrainedModel) -> list[int]:
+    return [i for i, kind in enumerate(layer_types(model.config)) if kind == "full_attention"]
+
+
+def output_projections(model: PreTrainedModel, purpose: str) -> dict[int, Tensor]:
+    """W_O [D_model, HQ * D] of each full-attention layer, this rank's heads only.
+
+    purpose: what for, "to ..." or "for ...", in errors.
+
+    Raises:
+        ValueError: a W_O that cannot be found or read.
+    """
+    layers = _full_layers(model)
     modules: dict[int, nn.Module] = {}
     for module in model.modules():
         layer, projection = getattr(module, "layer_idx", None), getattr(module, "o_proj", None)
@@ -51,18 +63,18 @@ def _projections(model: PreTrainedModel, layers: list[int], policy: str) -> dict
     if missing:
         raise ValueError(
             f"expected self_attn.o_proj in every full-attention layer of {type(model).__name__} "
-            f"for policy {policy!r}, got none in layers {missing}"
+            f"{purpose}, got none in layers {missing}"
         )
     config = model.config
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     width = config.num_attention_heads * dim // tp_size(model)
-    return {layer: _weight(modules[layer], width, layer, policy) for layer in layers}
+    return {layer: _weight(modules[layer], width, layer, purpose) for layer in layers}
 
 
-def _weight(projection: nn.Module, width: int, layer: int, policy: str) -> Tensor:
+def _weight(projection: nn.Module, width: int, layer: int, purpose: str) -> Tensor:
     """The weight of a plain linear layer with `width` inputs."""
     weight: Any = getattr(projection, "weight", None)
-    where = f"in o_proj of layer {layer} for policy {policy!r}"
+    where = f"in o_proj of layer {layer} {purpose}"
     if type(projection) is not nn.Linear:
         raise ValueError(f"expected nn.Linear {where}, got {type(projection).__name__}")
     if hasattr(weight, "to_local"):

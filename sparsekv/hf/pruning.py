@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from sparsekv.hf.cache import SparseCache
 from sparsekv.hf.check import layer_specs, self_test
+from sparsekv.hf.layers import decoder_modules
 from sparsekv.policies import Policy, PyramidInfer
 from sparsekv.pruning import Pruning
 
@@ -48,21 +49,13 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     Raises:
         ValueError: layers that cannot be found, or sliding ones.
     """
-    name, layers = type(model).__name__, getattr(model.base_model, "layers", None)
-    numbers = [getattr(getattr(x, "self_attn", None), "layer_idx", None) for x in layers or ()]
-    if numbers != list(range(model.config.num_hidden_layers)) or not isinstance(
-        layers, nn.ModuleList
-    ):
-        raise ValueError(
-            f"expected decoder layers in base_model.layers with a self_attn each to prune hidden "
-            f"states between them, got layers {numbers} in {name}"
-        )
+    layers = decoder_modules(model, "to prune hidden states between them")
     if any(spec.window is not None for spec in layer_specs(model)):
         raise ValueError(
             f"expected full-attention layers only to prune hidden states, got sliding ones in "
-            f"{name}: their window counts tokens that are gone"
+            f"{type(model).__name__}: their window counts tokens that are gone"
         )
-    return list(layers)
+    return layers
 
 
 def _pruning(kwargs: dict[str, Any]) -> Pruning | None:

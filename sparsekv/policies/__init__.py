@@ -30,6 +30,7 @@ from sparsekv.policies.keyformer import Keyformer
 from sparsekv.policies.knorm import Knorm
 from sparsekv.policies.kvzip import KVzip
 from sparsekv.policies.layersplit import LayerSplit
+from sparsekv.policies.planned import Planned
 from sparsekv.policies.pyramid import Pyramid
 from sparsekv.policies.pyramidinfer import PyramidInfer
 from sparsekv.policies.quest import Quest
@@ -59,6 +60,7 @@ POLICIES: Mapping[str, type[Policy]] = MappingProxyType(
             KVzip,
             PyramidInfer,
             Duo,
+            Planned,
             AdaKV,
             CriticalKV,
             Chunked,
@@ -101,6 +103,7 @@ __all__ = [
     "ModelShape",
     "Need",
     "Phase",
+    "Planned",
     "Policy",
     "Pyramid",
     "PyramidInfer",

@@ -8,6 +8,8 @@ layer keeps; B = C - w are left for layers l = 0 .. L-1, most of them at the bot
     low = B // beta        high = 2 B - low        b_l = high - (high - low) l / (L - 1)
 
 so that the b_l sum to L B. The budgets returned here include the window: b_l + w.
+
+Planned: any shares of what is free, by layer and KV head, cut at what a prompt has.
 """
 
 from __future__ import annotations
@@ -39,6 +41,16 @@ def resolve_budget(budget: int | float, tokens: int) -> int:
     if not 0.0 < budget <= 1.0:  # NaN fails here too
         raise ValueError(f"expected a float budget in (0, 1], the fraction kept, got {budget!r}")
     return max(1, math.floor(exact(budget) * tokens + Fraction(1, 2)))
+
+
+def parse_budget(text: str) -> int | float:
+    """ "512" -> 512, "0.25" -> 0.25; ValueError for what is not a budget."""
+    try:
+        budget = int(text) if text.strip().lstrip("+-").isdigit() else float(text)
+    except ValueError as error:
+        raise ValueError(f"expected a budget like 512 or 0.25, got {text!r}") from error
+    resolve_budget(budget, 1)
+    return budget
 
 
 def largest_remainder(targets: Sequence[Fraction], total: int) -> list[int]:
@@ -91,3 +103,37 @@ def pyramid_official(
         low = 2 * free - high
     step = (high - low) // (num_layers - 1)
     return [high - step * l + window for l in range(num_layers)]
+
+
+def planned_exact(
+    shares: Sequence[Sequence[int]], tokens: int, budget: int, reserved: int
+) -> list[list[int]]:
+    """Slots [layers][heads], cells * budget in all, each from `reserved` to `tokens`.
+
+    What is free, cells * (budget - reserved), goes by share; what a cell cannot hold goes to the
+    others by theirs, and evenly once only cells without a share are left. Where the heads of every
+    layer have equal shares they get equal slots. Uniform when tokens <= budget.
+    """
+    heads = len(shares[0])
+    if tokens <= budget:
+        return [[budget] * heads for _ in shares]
+    if heads > 1 and all(len(set(layer)) == 1 for layer in shares):
+        rows = planned_exact([layer[:1] for layer in shares], tokens, budget, reserved)
+        return [row * heads for row in rows]
+    flat = [share for layer in shares for share in layer]
+    room, free = tokens - reserved, len(flat) * (budget - reserved)
+    left, weight = free, sum(flat)
+    targets = [Fraction(0)] * len(flat)
+    waiting = sorted(range(len(flat)), key=lambda i: -flat[i])  # the first to be full come first
+    for place, i in enumerate(waiting):
+        if weight and flat[i] * left < room * weight:  # neither it nor any later cell is full
+            for j in waiting[place:]:
+                targets[j] = Fraction(flat[j] * left, weight)
+            break
+        if not weight:
+            for j in waiting[place:]:
+                targets[j] = Fraction(left, len(flat) - place)
+            break
+        targets[i], left, weight = Fraction(room), left - room, weight - flat[i]
+    counts = [reserved + count for count in largest_remainder(targets, free)]
+    return [counts[start : start + heads] for start in range(0, len(counts), heads)]

@@ -27,6 +27,11 @@ class Wrapper(Policy):
         """As the scorer's."""
         return self.scorer.tensor_parallel
 
+    @property
+    def shape(self) -> ModelShape | None:
+        """Of the only model that the scorer fits, if there is one."""
+        return getattr(self.scorer, "shape", None)
+
     def ready(self) -> None:
         self.scorer.ready()
 
@@ -51,13 +56,16 @@ def check_scorer(wrapper: Policy, scorer: object) -> None:
     expected = f"expected a scorer for {wrapper.name}"
     if not isinstance(scorer, Policy):
         raise ValueError(f"{expected} that is a policy object, got {scorer!r}")
-    plans = scorer.plan(_PROBE, _PROBE_TOKENS, _PROBE_TOKENS // 2)
+    probe = getattr(scorer, "shape", None) or _PROBE  # what was measured fits one model only
+    plans = scorer.plan(probe, _PROBE_TOKENS, _PROBE_TOKENS // 2)
     modes = sorted({plan.decode for plan in plans} - {"grow"})
     if modes or scorer.stateful:
         how = f"whose decode steps {' and '.join(modes)}" if modes else "that keeps scores per slot"
         raise ValueError(f"{expected} that acts once, after the prompt, got {scorer.name} {how}")
     if all(plan.budget is None for plan in plans):
         raise ValueError(f"{expected} that drops keys, got {scorer.name}, which keeps everything")
+    if any(plan.heads is not None for plan in plans):
+        raise ValueError(f"{expected} that gives the heads of a layer equal budgets, got others")
     if type(scorer).select is not Policy.select:
         raise ValueError(
             f"{expected} that ranks the keys of each head, got {scorer.name}, which chooses keys "

@@ -80,6 +80,10 @@ def test_stand_ins() -> None:
     """Half of the heads are retrieval heads, in each layer; ids are below any vocabulary."""
     duo: Any = setting("duo", SHAPE, TOKENS, BUDGET).policy
     assert {sum(layer) for layer in duo.retrieval_heads()} == {SHAPE.num_kv_heads // 2}
+    planned: Any = setting("planned", SHAPE, TOKENS, BUDGET).policy
+    assert planned.shares[0] == tuple(range(32, 257, 32)) and planned.shares[31] == tuple(
+        range(1, 9)
+    )
     kvzip: Any = setting("kvzip", SHAPE, TOKENS, BUDGET).policy
     passes = kvzip.repeats(range(2, 102))
     assert [(one.start, one.stop) for one in passes] == [(4, 100)]

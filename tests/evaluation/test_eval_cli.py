@@ -29,6 +29,7 @@ def call(*arguments: object):
         (["--feed", "slowly"], "expected --feed chunk or steps, got 'slowly'"),
         (["--batch-tokens", "0"], "expected --batch-tokens >= 1, got 0"),
         (["--gates", "gates.json"], "expected --gates with the policy duo"),
+        (["--plan", "plan.json"], "expected --plan with the policy planned"),
         (["--device", "abacus"], "expected a usable device, got 'abacus'"),
         (["table", "/nowhere"], "expected run.json of an evaluation in /nowhere"),
     ],

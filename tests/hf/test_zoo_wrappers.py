@@ -22,7 +22,7 @@ pairs = pytest.mark.parametrize(
 def test_groups_of_heads(wrapper, scorer, heads):
     model = tiny_llama(9, num_hidden_layers=2, **GROUPS[heads])
     with held_to(may_wrap(wrapper, scorer)):
-        policy = wrapped(wrapper, scorer)
+        policy = wrapped(wrapper, scorer, 2, model.config.num_key_value_heads)
         loop = Loop(sparsekv.patch(model, policy, 11))
         reference = truth(model, policy, 11)
         token = check(reference, loop, prompt(30, 9))

@@ -31,7 +31,7 @@ from sparsekv.policies import (
 )
 
 # Their plans speak of heads, pages, the whole model or hidden states: see tests/hf/test_zoo.py.
-OF_THEIR_OWN = ("duo", "quest", "kvzip", "pyramidinfer")
+OF_THEIR_OWN = ("duo", "quest", "kvzip", "pyramidinfer", "planned")
 NAMES = [name for name in POLICIES if name not in OF_THEIR_OWN]
 VARIANTS = (
     [POLICIES[name]() for name in NAMES]

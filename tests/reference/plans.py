@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-from reference import pyramid
+from reference import planned, pyramid
 from reference.duo import duo_plans
 from reference.types import Plan
 
@@ -104,6 +105,16 @@ def _duo(policy: Any, slots: int, layers: int, tokens: int) -> list[Plan]:
     return duo_plans(policy.gates, policy.sparsity, policy.sinks, policy.recent, slots)
 
 
+def _planned(policy: Any, slots: int, layers: int, tokens: int) -> list[Plan]:
+    plans = make_plans(policy.scorer, slots, layers, tokens)
+    reserved = max(1, *(plan.sinks + plan.recent for plan in plans))
+    counts = planned.slots(policy.shares, slots, reserved, tokens)
+    return [
+        replace(plan, heads=[Plan(n, plan.sinks, plan.recent) for n in row])
+        for plan, row in zip(plans, counts, strict=True)
+    ]
+
+
 def _quest(policy: Any, slots: int, layers: int, tokens: int) -> list[Plan]:
     picked, dense = Plan(None, select=slots), Plan(None)
     return [dense if layer < policy.dense_layers else picked for layer in range(layers)]
@@ -129,5 +140,6 @@ _PLANS: dict[str, Callable[[Any, int, int, int], list[Plan]]] = {
     "keydiff": _keydiff,
     "rkv": _rkv,
     "duo": _duo,
+    "planned": _planned,
     "quest": _quest,
 }

@@ -154,4 +154,5 @@ _SCORES: dict[str, Callable[[View], Ranking]] = {
     "adakv": _inner,
     "criticalkv": _inner,
     "chunked": _chunked,
+    "planned": _inner,
 }

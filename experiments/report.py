@@ -1,0 +1,181 @@
+"""docs/results.md from the committed results.
+
+    python experiments/report.py
+
+A run is a folder of experiments/results/ with run.json: either what `sparsekv eval` leaves (its
+table.csv and frontier.png; results.jsonl is too large to commit) or what `run_all.py` leaves (a
+table and a picture an experiment, without records/). Every number of the page is computed from
+these tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from outcome import ALL, DENSE, Row, read_csv, span
+from run_all import EXPERIMENTS
+
+from sparsekv.evaluation.lines import AVERAGE
+from sparsekv.policies import Full
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, PAGE = ROOT / "experiments" / "results", ROOT / "docs" / "results.md"
+ENOUGH = 16  # contexts; a run with fewer shows that it works, not what is so
+CURVES = "accuracy_vs_budget"
+HEAD = """# Results
+
+Written by `python experiments/report.py` from the tables in
+[experiments/results](../experiments/results); change neither by hand.
+
+*question-aware*: the policy sees the question. *question-agnostic*: the context is compressed
+before it. The two must not be mixed. Intervals are 95 %, bootstrapped over contexts; differences
+are paired, on the same contexts.
+"""
+
+
+def page(results: Path, at: Path) -> str:
+    """The Markdown. at: where it will lie, for the links. Evaluations come before experiments."""
+    runs = [(json.loads(file.read_text()), file.parent) for file in results.glob("*/run.json")]
+    runs.sort(key=lambda run: ("history" not in run[0], run[1].name))
+    parts = [HEAD] if runs else [HEAD, "No run is committed yet.\n"]
+    for facts, folder in runs:
+        made = evaluation if "history" in facts else experiments
+        parts += made(facts, folder, lambda file: Path(os.path.relpath(file, at.parent)).as_posix())
+    return "\n".join(parts)
+
+
+Link = Callable[[Path], str]
+
+
+def evaluation(facts: dict[str, Any], folder: Path, link: Link) -> list[str]:
+    """A run of `sparsekv eval`: the frontier, who is best, tables by policy and budget."""
+    few = min(facts["samples"].values())
+    parts = [_title(folder, few < ENOUGH)]
+    for part in facts["history"]:
+        where = f"{part['device']}, torch {part['torch']}, commit {part['commit']}, {part['date']}"
+        parts.append(f"    {part['command']}\n\n{where}.\n")
+    counts = ", ".join(f"{task} {count}" for task, count in facts["samples"].items())
+    parts += [
+        f"Model {facts['model']}, {facts['dtype']}, seed {facts['seed']}. Contexts: {counts}.\n",
+        f"![accuracy against memory]({link(folder / 'frontier.png')})\n",
+        "Score: the mean over all tasks but the control; a task scored by nll counts with its "
+        "perplexity's ratio to dense. In brackets the interval of the difference to dense.\n",
+    ]
+    rows = read_csv(folder / "table.csv")
+    for task in dict.fromkeys(row["task"] for row in rows):
+        cells = [row for row in rows if row["task"] == task]
+        tables = []
+        for protocol in dict.fromkeys(row["protocol"] for row in cells):
+            tables += _by_budget([r for r in cells if r["protocol"] == protocol], protocol)
+        if task == AVERAGE:
+            parts += [*_best(cells), *tables]
+        else:
+            parts += [f"<details><summary>{task}</summary>\n", *tables, "</details>\n"]
+    return [*parts, f"[All figures, with bytes and times]({link(folder / 'table.md')})\n"]
+
+
+def _best(rows: Sequence[Row]) -> list[str]:
+    """A line for each protocol and budget: the three best averages."""
+    lines = []
+    rows = [r for r in rows if r["policy"] != Full.name and r["value"] is not None]
+    most = max((row["tasks"] for row in rows), default=0)
+    rows = [row for row in rows if row["tasks"] == most]  # of policies that refused no task
+    for protocol, budget in dict.fromkeys((row["protocol"], row["budget"]) for row in rows):
+        cell = [r for r in rows if (r["protocol"], r["budget"]) == (protocol, budget)]
+        cell.sort(key=lambda row: -row["value"])
+        shown = [f"{r['policy']} {r['difference']:+.3f}{span(r, form='+.3f')}" for r in cell[:3]]
+        lines.append(f"- {protocol}, budget {budget}, minus dense: {' · '.join(shown)}")
+    return [*lines, ""]
+
+
+def _by_budget(rows: Sequence[Row], protocol: str) -> list[str]:
+    """A line a policy, a column a budget: value, and the interval of its difference to dense."""
+    budgets = sorted({row["budget"] for row in rows if row["budget"] is not None})
+    dense = next((row for row in rows if row["policy"] == Full.name), None)
+    beside = f"; dense {dense['value']:.3f}" if dense else ""
+    lines = [f"**{protocol}**, {rows[0]['metric']}{beside}\n"]
+    lines += [f"| policy | {' | '.join(map(str, budgets))} |", "|---" * (len(budgets) + 1) + "|"]
+    for policy in dict.fromkeys(row["policy"] for row in rows if row["policy"] != Full.name):
+        cells = []
+        for budget in budgets:
+            mine = [r for r in rows if (r["policy"], r["budget"]) == (policy, budget)]
+            cells.append(_cell(mine[0], "value", "+.2f") if mine else "not run")
+        lines.append(f"| {policy} | {' | '.join(cells)} |")
+    return ["\n".join([*lines, ""])]
+
+
+def _cell(row: Row, name: str, form: str) -> str:
+    return "refused" if row[name] is None else f"{row[name]:.2f}{span(row, form=form)}"
+
+
+def experiments(facts: dict[str, Any], folder: Path, link: Link) -> list[str]:
+    """A run of `run_all.py`, or of one experiment."""
+    where = f"{facts['device']}, torch {facts['torch']}, transformers {facts['transformers']}"
+    parts = [
+        _title(folder, facts["samples"] < ENOUGH),
+        f"    {facts['command']}\n\n{where}, commit {facts['commit']}, {facts['date']}.",
+        f"Model {facts['model']}, seed {facts['seed']}, {facts['samples']} contexts a task.\n",
+        "Where arms are compared, their differences are averaged over budgets and tasks: who is "
+        "*better* or *worse*, the interval says; *not told apart* where it covers 0. More is "
+        "better of accuracy, less of nll.\n",
+    ]
+    for experiment in EXPERIMENTS:
+        table = folder / f"{experiment.name}.csv"
+        if table.exists():
+            parts += _experiment(experiment, table, link)
+    return parts
+
+
+def _experiment(experiment: Any, table: Path, link: Link) -> list[str]:
+    """Question, picture and what the table says."""
+    rows = read_csv(table)
+    script = ROOT / "experiments" / f"{experiment.name}.py"
+    parts = [
+        f"### {experiment.question}\n",
+        f"![{experiment.name}]({link(table.with_suffix('.png'))})\n",
+        "\n".join(f"- {line}" for line in experiment.outcome(rows)) + "\n",
+    ]
+    if experiment.name == CURVES:
+        parts += _curves([row for row in rows if row["task"] != ALL])
+    return [*parts, f"[script]({link(script)}) · [table]({link(table)})\n"]
+
+
+def _curves(rows: Sequence[Row]) -> list[str]:
+    """A table for each task and protocol: a line a policy, a column a budget."""
+    parts = []
+    for task, protocol in dict.fromkeys((row["task"], row["protocol"]) for row in rows):
+        cell = [r for r in rows if (r["task"], r["protocol"]) == (task, protocol)]
+        arms = [row for row in cell if row["arm"] != DENSE]
+        budgets = sorted({row["budget"] for row in arms})
+        dense = [_cell(row, "score", ".2f") for row in cell if row["arm"] == DENSE]
+        lines = [f"| dense {' '.join(dense)} | {' | '.join(map(str, budgets))} |"]
+        lines.append("|---" * (len(budgets) + 1) + "|")
+        for arm in dict.fromkeys(row["arm"] for row in arms):
+            mine = {r["budget"]: _cell(r, "score", ".2f") for r in arms if r["arm"] == arm}
+            lines.append(f"| {arm} | {' | '.join(mine.get(b, 'not run') for b in budgets)} |")
+        title = f"<details><summary>{task}, {protocol}</summary>\n"
+        parts += [title, "\n".join(lines) + "\n", "</details>\n"]
+    return parts
+
+
+def _title(folder: Path, smoke: bool) -> str:
+    warning = "\n**A smoke run: it shows that all runs; too few contexts to conclude from.**\n"
+    return f"## {folder.name}\n{warning if smoke else ''}"
+
+
+def main() -> None:
+    """Write the page."""
+    arguments = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    arguments.add_argument("--results", type=Path, default=RESULTS)
+    arguments.add_argument("--page", type=Path, default=PAGE)
+    given = arguments.parse_args()
+    given.page.write_text(page(given.results, given.page), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
