@@ -41,7 +41,7 @@ Full = Annotated[bool, typer.Option("--full/--smoke", help="The mode: which task
 Out = Annotated[Path, typer.Option(help="Folder for the results and the table.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the results in --out.")]
 BatchTokens = Annotated[
-    int | None, typer.Option(help="Tokens of one forward: 8192 on a CPU, 131072 on a GPU.")
+    int | None, typer.Option(help="Tokens of one forward: 8192 on a CPU, by its memory on a GPU.")
 ]
 Feed = Annotated[
     str, typer.Option(help="chunk: answers in one forward; steps: token by token, as decoding.")
@@ -131,6 +131,7 @@ def measure(
     from sparsekv import models
     from sparsekv.bench.machine import describe
     from sparsekv.evaluation.results import Results
+    from sparsekv.evaluation.runner import default_batch_tokens
     from sparsekv.evaluation.session import Session, build_tasks, config_of
     from sparsekv.progress import spinning
 
@@ -138,17 +139,18 @@ def measure(
         network, tokenizer = models.load(model, device, dtype)
     with spinning("making the tasks"):
         made = build_tasks(wish, tokenizer)
-    about = describe(network.device, commit)
+    tokens = batch_tokens or default_batch_tokens(network)
+    about = describe(network.device, commit) | {"batch_tokens": tokens}
     name = model or models.PACKAGE
     config = config_of(wish, made, {"model": name, "dtype": dtype}, about)
     with Results(out, config, resume=resume) as results:
         with spinning("checking the policies"):
             session = Session.begin(wish, network, tokenizer, made, name)
-        _fill(session, results, batch_tokens)
+        _fill(session, results, tokens)
     _write([out], out)
 
 
-def _fill(session: Session, results: Results, batch_tokens: int | None) -> None:
+def _fill(session: Session, results: Results, batch_tokens: int) -> None:
     """Run everything under one progress bar."""
     from sparsekv.progress import counting
 

@@ -16,7 +16,7 @@ from sparsekv.evaluation.plan import Plan
 from sparsekv.evaluation.protocols import Subject
 from sparsekv.evaluation.records import Key, Record
 from sparsekv.evaluation.results import Results
-from sparsekv.evaluation.runner import default_batch_tokens, run
+from sparsekv.evaluation.runner import run
 from sparsekv.evaluation.settings import Setting, admit
 from sparsekv.evaluation.wish import Wish
 from sparsekv.policies import Duo, Full, Planned, Policy, get_policy
@@ -86,7 +86,8 @@ def config_of(
     wish: Wish, tasks: Sequence[Task], more: Mapping[str, Any], about: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What results must keep to when they go on. about: machine, commit and command, noted only."""
-    noted = {key: about[key] for key in ("command", "commit", "device", "torch", "date")}
+    names = ("command", "commit", "device", "torch", "date", "batch_tokens")
+    noted = {name: about[name] for name in names}
     return {
         **more, "seed": wish.seed, "feed": wish.feed, "data": fingerprint(wish.data),
         "samples": {task.name: len(task.examples) for task in tasks}, "history": [noted],
@@ -119,17 +120,16 @@ class Session:
         questions = sum(len(e.questions) for task in self.tasks for e in task.examples)
         return questions * len(self.settings) * len(self.wish.protocols)
 
-    def fill(self, results: Results, batch_tokens: int | None) -> Iterator[tuple[str, int]]:
+    def fill(self, results: Results, batch_tokens: int) -> Iterator[tuple[str, int]]:
         """Write what `results` lack; yields the task and a number of its records, as they come."""
         done: set[Key] = {record.key for record in results.records}
         refused = {record.cell for record in results.records if record.refused is not None}
         results.add(record for record in self._refusals() if record.key not in done)
-        tokens = batch_tokens or default_batch_tokens(self.model)
         for task in self.tasks:
             yield task.name, sum(key[0] == task.name for key in done)
             subject = Subject(self.model, self.tokenizer, task)
             plan = Plan(
-                subject, self.settings, self.wish.protocols, tokens, done, refused, self.name,
+                subject, self.settings, self.wish.protocols, batch_tokens, done, refused, self.name,
                 self.wish.seed,
             )  # fmt: skip
             for records in run(plan):
