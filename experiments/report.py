@@ -169,11 +169,15 @@ def _title(folder: Path, smoke: bool) -> str:
 
 
 def main() -> None:
-    """Write the page."""
+    """Draw pictures that are missing, and write the page."""
     arguments = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     arguments.add_argument("--results", type=Path, default=RESULTS)
     arguments.add_argument("--page", type=Path, default=PAGE)
     given = arguments.parse_args()
+    for experiment in EXPERIMENTS:
+        for table in given.results.glob(f"*/{experiment.name}.csv"):
+            if not table.with_suffix(".png").exists():
+                experiment.plot(read_csv(table), table.with_suffix(".png"))
     given.page.write_text(page(given.results, given.page), encoding="utf-8")
 
 
