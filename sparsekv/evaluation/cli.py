@@ -10,6 +10,8 @@ import typer
 from typer.core import TyperGroup
 
 if TYPE_CHECKING:
+    from sparsekv.evaluation.results import Results
+    from sparsekv.evaluation.session import Session
     from sparsekv.evaluation.wish import Wish
 
 _EXAMPLES = (
@@ -125,44 +127,35 @@ def measure(
     batch_tokens: int | None,
     commit: str | None,
 ) -> None:
-    """Load, check, run, and write the table."""
+    """Load, make the tasks, run, and write the table."""
     from sparsekv import models
     from sparsekv.bench.machine import describe
-    from sparsekv.evaluation.protocols import Subject
     from sparsekv.evaluation.results import Results
-    from sparsekv.evaluation.runner import default_batch_tokens
-    from sparsekv.evaluation.session import (
-        build_tasks,
-        evaluate_all,
-        fingerprint,
-        refusals,
-        settings_of,
-    )
-    from sparsekv.progress import counting, spinning
+    from sparsekv.evaluation.session import Session, build_tasks, config_of
+    from sparsekv.progress import spinning
 
     with spinning("loading the model"):
         network, tokenizer = models.load(model, device, dtype)
     with spinning("making the tasks"):
         made = build_tasks(wish, tokenizer)
-    name = model or models.PACKAGE
-    config = {"model": name, "dtype": dtype, "seed": wish.seed, "feed": wish.feed}
-    config |= {"data": fingerprint(wish.data), "samples": {t.name: len(t.examples) for t in made}}
     about = describe(network.device, commit)
-    tokens = batch_tokens or default_batch_tokens(network)
-    history = {key: about[key] for key in ("command", "commit", "device", "torch", "date")}
-    with Results(out, config | {"history": [history]}, resume=resume) as results:
+    name = model or models.PACKAGE
+    config = config_of(wish, made, {"model": name, "dtype": dtype}, about)
+    with Results(out, config, resume=resume) as results:
         with spinning("checking the policies"):
-            settings, refused = settings_of(wish, network, tokenizer)
-        known = {record.key for record in results.records}
-        results.add(r for r in refusals(wish, refused, made) if r.key not in known)
-        subjects = [Subject(network, tokenizer, task) for task in made]
-        total = len(settings) * len(wish.protocols)
-        total *= sum(len(e.questions) for task in made for e in task.examples)
-        with counting("starting", made[0].name, total) as steps:
-            for task, count in evaluate_all(wish, subjects, settings, results, tokens, name):
-                steps.description = task
-                steps.step(count)
+            session = Session.begin(wish, network, tokenizer, made, name)
+        _fill(session, results, batch_tokens)
     _write([out], out)
+
+
+def _fill(session: Session, results: Results, batch_tokens: int | None) -> None:
+    """Run everything under one progress bar."""
+    from sparsekv.progress import counting
+
+    with counting("starting", session.tasks[0].name, session.total) as steps:
+        for task, count in session.fill(results, batch_tokens):
+            steps.description = task
+            steps.step(count)
 
 
 def table(
