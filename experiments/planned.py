@@ -5,15 +5,13 @@
 The same scores everywhere (32 voting rows, max pooling over 7 keys), the same number of tokens on
 average, given to layers and heads in different ways: equally, falling over depth (the pyramid), in
 full to the first three layers or the first one and equally to the others (layersplit), by each
-prompt's own scores within a layer (AdaKV), or by plans that were measured on Python's help texts,
+prompt's own scores within a layer (AdaKV), or by a plan that was measured on Python's help texts,
 which no task uses:
 
     sparsekv plan --out experiments/plans/smollm2.json
-    sparsekv plan --per layer --out experiments/plans/smollm2-by-layer.json
-    sparsekv plan --measure mass --goes-on --out experiments/plans/smollm2-by-mass.json
 
 layersplit cannot pay for three full layers from small budgets; its rows then say so. Plans are of
-SmolLM2-135M: with another --model their rows are refused until plans of it stand there.
+SmolLM2-135M: with another --model their rows are refused until a plan of it stands there.
 """
 
 from __future__ import annotations
@@ -41,8 +39,6 @@ POLICIES = {
     "layersplit, 1 full layer": shared(1),
     "adakv": AdaKV(SnapKV()),
     "planned": Planned.load(PLANS / "smollm2.json"),
-    "planned, by layer": Planned.load(PLANS / "smollm2-by-layer.json"),
-    "planned, by attention mass": Planned.load(PLANS / "smollm2-by-mass.json"),
 }
 
 EXPERIMENT = Experiment(

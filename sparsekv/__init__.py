@@ -12,6 +12,7 @@ D head_dim, P page_size, N pages, L layers, W observation window.
 from sparsekv import policies
 from sparsekv.hf.cache import SparseCache
 from sparsekv.hf.calibrate import calibrate_duo
+from sparsekv.hf.document import Document
 from sparsekv.hf.extra_passes import compress
 from sparsekv.hf.patch import new_cache, patch, unpatch
 from sparsekv.policies import POLICIES
@@ -22,6 +23,7 @@ __version__ = "0.1.0"
 __all__ = [
     "POLICIES",
     "CacheReport",
+    "Document",
     "SparseCache",
     "calibrate_duo",
     "compress",

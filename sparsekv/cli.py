@@ -1,4 +1,4 @@
-"""The `sparsekv` command: generate, policies, show-kept, gates, plan, diagnose, demo, bench, eval.
+"""The `sparsekv` command and all of its parts.
 
 Text goes to stdout; progress and figures go to stderr. A user's mistake is one line,
 `error: expected X, got Y`, and exit code 2.
@@ -30,10 +30,12 @@ from sparsekv.diagnose.texts import read_file
 from sparsekv.evaluation.cli import register as register_eval
 from sparsekv.generation import Run, encode, generate_shown
 from sparsekv.kernels._quant import check_kv_dtype
+from sparsekv.lm_harness.cli import register as register_lm_eval
 from sparsekv.plotting import pyplot
 from sparsekv.policies import Duo, Planned, get_policy
 from sparsekv.policies.budgets import parse_budget
 from sparsekv.progress import spinning
+from sparsekv.vllm.cli import register as register_serve
 
 HELP = {"help_option_names": ["-h", "--help"]}
 APP = typer.Typer(
@@ -318,3 +320,5 @@ def demo(
 register_diagnose(APP, user_errors)
 register_bench(APP, user_errors)
 register_eval(APP, user_errors, parse_budget)
+register_lm_eval(APP, user_errors)
+register_serve(APP, user_errors)

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from sparsekv.bench.serve.cli import EXAMPLES as SERVE_EXAMPLES
+from sparsekv.bench.serve.cli import serve
+
 if TYPE_CHECKING:
     from sparsekv.bench.case import Context
     from sparsekv.bench.results import Row
@@ -70,6 +73,7 @@ def register(app: typer.Typer, user_errors: Callable[..., Any]) -> None:
     )  # fmt: skip
     for name, text in SELECTIONS.items():
         bench.command(name, help=text, epilog=_EXAMPLES)(user_errors(_runner(name)))
+    bench.command("serve", epilog=SERVE_EXAMPLES)(user_errors(serve))
     bench.command("table", epilog=_EXAMPLES)(user_errors(table))
     bench.command("plot", epilog=_EXAMPLES)(user_errors(plot))
     app.add_typer(bench, name="bench")

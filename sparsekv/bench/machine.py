@@ -26,9 +26,7 @@ def describe(device: torch.device, commit: str | None) -> dict[str, Any]:
     on_gpu = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if on_gpu else platform.processor() or "cpu",
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-        if on_gpu
-        else "none",
+        "driver": driver() if on_gpu else "none",
         "cuda": torch.version.cuda or "none",
         "torch": torch.__version__,
         **{name: _version(name) for name in _PACKAGES},
@@ -38,6 +36,11 @@ def describe(device: torch.device, commit: str | None) -> dict[str, Any]:
         "command": shlex.join(["sparsekv", *sys.argv[1:]]),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
+
+
+def driver() -> str:
+    """Version of NVIDIA's driver, or "unknown"."""
+    return _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 
 
 def _version(package: str) -> str:

@@ -1,4 +1,4 @@
-"""PNG plots of a result file: bars against the roof, time and memory against context."""
+"""PNG plots of a result file: bars against the roof, curves by context and, of serving, by load."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from sparsekv.bench.context_cases import BY_CONTEXT
 from sparsekv.bench.memory_cases import BY_LENGTH
 from sparsekv.bench.results import Results, Row
+from sparsekv.bench.serve.curves import Points, curves
 from sparsekv.plotting import pyplot
 
 _KERNEL_GROUPS = ("prefill", "decode", "cache", "statistics")
@@ -29,7 +30,10 @@ def draw(results: Results, out: Path) -> list[Path]:
     plt = pyplot("the plots")
     drawn = [_bars(plt, results, group, out) for group in _KERNEL_GROUPS]
     for what, key, label, name in _CURVES:
-        drawn.append(_lines(plt, _points(results.rows, what, key), label, out / name))
+        points = _points(results.rows, what, key)
+        drawn.append(_lines(plt, points, "prompt tokens", label, out / name))
+    for curve in curves(results.rows):
+        drawn.append(_lines(plt, curve.lines, curve.x, curve.y, out / curve.file, curve.title))
     return [path for path in drawn if path is not None]
 
 
@@ -54,9 +58,9 @@ def _bars(plt: Any, results: Results, group: str, out: Path) -> Path | None:
     return _save(plt, figure, out / f"{group}_roof.png")
 
 
-def _points(rows: Iterable[Row], what: str, key: str) -> dict[str, list[tuple[float, float]]]:
+def _points(rows: Iterable[Row], what: str, key: str) -> Points:
     """A line a contender: (prompt tokens, the row's value or another of its figures)."""
-    lines: dict[str, list[tuple[float, float]]] = {}
+    lines: Points = {}
     for row in rows:
         y = row.value if key == "value" else row.extra.get(key)
         if row.what == what and y is not None:
@@ -65,7 +69,7 @@ def _points(rows: Iterable[Row], what: str, key: str) -> dict[str, list[tuple[fl
 
 
 def _lines(
-    plt: Any, lines: dict[str, list[tuple[float, float]]], label: str, path: Path
+    plt: Any, lines: Points, x_label: str, y_label: str, path: Path, title: str = ""
 ) -> Path | None:
     if not lines:
         return None
@@ -73,8 +77,9 @@ def _lines(
     for name, points in lines.items():
         xs, ys = zip(*sorted(points), strict=True)
         axes.plot(xs, ys, marker="o", markersize=4, label=name)
-    axes.set_xlabel("prompt tokens")
-    axes.set_ylabel(label)
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.set_title(title)
     axes.set_ylim(bottom=0)
     axes.legend(fontsize=7)
     return _save(plt, figure, path)

@@ -1,7 +1,8 @@
 """Every policy on one long prompt: prefill, time a token, what is cached, the peak.
 
 One process, one set of weights, nothing compiled by torch. What a policy needs compiled by Triton
-is compiled on the model's first layers, at the full length, so that a whole prompt runs once only.
+is compiled on the model's first layers, at the full length, so that a whole prompt runs once only;
+but a policy that drops tokens between layers meets other lengths in the others, and runs twice.
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ def _round(name: str, ids: torch.Tensor, context: Context) -> Round:
     generate(sparsekv.patch(first, small.policy, small.budget), ids, (3,))  # compile
     shape = model_shape(context.tiny)
     chosen = _chosen(context.tiny, name, shape)
+    if chosen.policy.prunes:
+        generate(patched(context, {}, chosen.policy, chosen.budget), ids, (3,))  # compile
     interval = compression_interval(chosen.policy, shape, ids.shape[1], chosen.budget)
     marks = _TINY_MARKS if context.tiny else step_marks(interval)
     note = "" if interval is None or interval <= _LONGEST_INTERVAL else "no cut among the steps"

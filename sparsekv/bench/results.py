@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from statistics import median
@@ -123,7 +123,7 @@ def write(
 ) -> None:
     """results.json and results.csv in `out`; a run that is killed leaves whole files."""
     record = {"machine": machine, "ceilings": ceilings, "rows": [asdict(row) for row in rows]}
-    _replace(out / "results.json", lambda file: json.dump(record, file, indent=1))
+    replace_file(out / "results.json", lambda file: json.dump(record, file, indent=1))
 
     def table(file: Any) -> None:
         names = [one.name for one in fields(Row)]
@@ -133,10 +133,11 @@ def write(
             plain = asdict(row)
             writer.writerow(plain | {name: json.dumps(plain[name]) for name in ("shape", "extra")})
 
-    _replace(out / "results.csv", table)
+    replace_file(out / "results.csv", table)
 
 
-def _replace(path: Path, fill_file: Any) -> None:
+def replace_file(path: Path, fill_file: Callable[[Any], None]) -> None:
+    """Write a whole text file, or leave the old one as it was."""
     part = path.with_suffix(path.suffix + ".part")
     with part.open("w", encoding="utf-8", newline="") as file:
         fill_file(file)

@@ -5,30 +5,42 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from sparsekv.bench.policy_table import GROUP, policy_table
+from sparsekv.bench.policy_table import GROUP as POLICIES
+from sparsekv.bench.policy_table import policy_table
 from sparsekv.bench.results import MEASURED, Results, Row
+from sparsekv.bench.serve.ratios import ratio_table
+from sparsekv.bench.serve.record import GROUP as SERVE
 
 BEGIN = "<!-- sparsekv bench table: begin -->"
 END = "<!-- sparsekv bench table: end -->"
-_MACHINE = ("device", "driver", "torch", "triton", "transformers", "python", "commit", "date")
+_MACHINE = (
+    "device", "driver", "torch", "triton", "transformers", "vllm", "python", "commit", "date",
+)  # fmt: skip
+_ABSENT = "not installed"
+_OWN_TABLES = {POLICIES: policy_table, SERVE: ratio_table}
 
 
 def tables(results: Sequence[Results]) -> str:
-    """One table for each `what`; of a case that several files measured, the last counts."""
+    """One table for each `what`; of a case that several files measured, the last counts.
+
+    Of serving, whose modes may be measured apart, the last of each mode.
+    """
     chosen: dict[str, list[Row]] = {}
     for result in results:
         for name, rows in _by_case(result.rows).items():
-            if name not in chosen or any(row.status == MEASURED for row in rows):
+            if rows[0].group == SERVE:
+                chosen[name] = _merged(chosen.get(name, []), rows)
+            elif name not in chosen or any(row.status == MEASURED for row in rows):
                 chosen[name] = rows
     kinds: dict[str, list[list[Row]]] = {}
     for rows in chosen.values():
         kinds.setdefault(f"{rows[0].group}: {rows[0].what}", []).append(rows)
     parts = [_sources(results)]
     for kind, cases in kinds.items():
-        own = policy_table if cases[0][0].group == GROUP else _table
-        parts.append(f"### {kind}\n\n{own(cases)}")
+        make = _OWN_TABLES.get(cases[0][0].group, _table)
+        parts.append(f"### {kind}\n\n{make(cases)}")
     # The policies' own table has the reasons.
-    absent = _absent(row for rows in chosen.values() for row in rows if row.group != GROUP)
+    absent = _absent(row for rows in chosen.values() for row in rows if row.group != POLICIES)
     if absent:
         parts.append("### Not measured\n\n" + absent)
     return "\n\n".join(parts)
@@ -57,14 +69,27 @@ def _by_case(rows: Iterable[Row]) -> dict[str, list[Row]]:
     return found
 
 
+def _merged(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
+    """A row a contender: the newest, unless an older one was measured and it was not."""
+    found = {row.contender: row for row in old}
+    for row in new:
+        if row.contender not in found or row.status == MEASURED:
+            found[row.contender] = row
+    return list(found.values())
+
+
 def _sources(results: Sequence[Results]) -> str:
     lines = []
     for result in results:
         about = ", ".join(
-            f"{key} {result.machine[key]}" for key in _MACHINE if key in result.machine
+            f"{key} {result.machine[key]}"
+            for key in _MACHINE
+            if result.machine.get(key, _ABSENT) != _ABSENT
         )
         limits = ", ".join(f"{key} {value:.4g}" for key, value in result.ceilings.items())
-        lines.append(f"- {about}; ceilings measured in the same run: {limits}")
+        lines.append(
+            f"- {about}" + (f"; ceilings measured in the same run: {limits}" if limits else "")
+        )
     return "\n".join(lines)
 
 

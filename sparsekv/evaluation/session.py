@@ -11,13 +11,13 @@ from typing import Any
 import sparsekv
 from sparsekv.diagnose import default_plan
 from sparsekv.evaluation.example import Request, Task
+from sparsekv.evaluation.lookup import find_builder
 from sparsekv.evaluation.plan import Plan
 from sparsekv.evaluation.protocols import Subject
 from sparsekv.evaluation.records import Key, Record
 from sparsekv.evaluation.results import Results
 from sparsekv.evaluation.runner import default_batch_tokens, run
 from sparsekv.evaluation.settings import Setting, admit
-from sparsekv.evaluation.tasks import TASKS
 from sparsekv.evaluation.wish import Wish
 from sparsekv.policies import Duo, Full, Planned, Policy, get_policy
 
@@ -32,7 +32,7 @@ def build_tasks(wish: Wish, tokenizer: Any) -> list[Task]:
         ValueError: a task without the data that it is made of.
     """
     return [
-        TASKS[name](Request(tokenizer, wish.data, wish.contexts(name), wish.seed))
+        find_builder(name)(Request(tokenizer, wish.data, wish.contexts(name), wish.seed))
         for name in wish.tasks
     ]
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sparsekv.evaluation.lookup import find_builder
 from sparsekv.evaluation.records import PROTOCOLS
 from sparsekv.evaluation.settings import Feed
 from sparsekv.evaluation.tasks import FULL, SMOKE, TASKS
@@ -59,7 +60,7 @@ def check_wish(
     found = tuple(parse_budget(size.strip()) for size in sizes.split(","))
     wanted = tuple(SMOKE if smoke else FULL)
     if tasks is not None:
-        wanted = tuple(TASKS if tasks == "all" else _known("a task", tasks, list(TASKS)))
+        wanted = tuple(TASKS) if tasks == "all" else _tasks(tasks)
     both = PROTOCOLS if protocol == "both" else _known("a protocol", protocol, list(PROTOCOLS))
     for option, policy in (("gates", Duo), ("plan", Planned)):
         if more[option] is not None and policy.name not in chosen:
@@ -71,6 +72,13 @@ def check_wish(
     if more["feed"] not in ("chunk", "steps"):
         raise ValueError(f"expected --feed chunk or steps, got {more['feed']!r}")
     return Wish(chosen, tuple(dict.fromkeys(found)), wanted, tuple(both), **more)
+
+
+def _tasks(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    for name in names:
+        find_builder(name)
+    return names
 
 
 def _known(what: str, text: str, allowed: Sequence[str]) -> list[str]:

@@ -52,7 +52,7 @@ _CONFIG: dict[tuple[str, int], _Tiles] = {
     **{("fp32", d): _Tiles(16, 16, 4) for d in (*_UP_TO_128, 256)},
     **{("cpu", d): _Tiles(16, 32, 4) for d in (*_UP_TO_128, 256)},
 }
-_CHUNK_ELEMENTS = 1 << 22  # numbers held at a time: 16 MB in fp32
+_CHUNK_ELEMENTS = 1 << 21  # numbers of a tile, of which three exist at a time: 24 MB in fp32
 _FIXED_POINT = 2.0**40  # cosines of up to 2^22 rows add up in int64
 
 
@@ -170,7 +170,7 @@ def key_similarity(
 ) -> Tensor:
     """R of the module's formula, fp32 [B, HK, S]; 0 at or beyond a length.
 
-    Arguments as in `nearest_duplicate`. Holds 16 MB at a time beside a few numbers a key.
+    Arguments as in `nearest_duplicate`. Holds 24 MB at a time beside a few numbers a key.
     """
     last, cosine = nearest_duplicate(k, lengths, threshold, offsets=offsets)
     slot = torch.arange(k.shape[2], device=k.device)

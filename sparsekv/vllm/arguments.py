@@ -1,0 +1,107 @@
+"""What vLLM must be told: the arguments that make layers sparse, from the user's settings."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparsekv.vllm.settings import FULL, KEY, Settings
+
+BLOCK_SIZE = 32
+# A model file of vLLM that says these builds each layer as `layer_types` tells it; those that build
+# on LlamaAttention do, too.
+_PER_LAYER = ("layer_types", "per_layer_sliding_window")
+
+
+def llm_kwargs(
+    model: str, *, policy: str, budget: int = 1024, full_layers: int = 3,
+    recent: int | None = None, block_size: int = BLOCK_SIZE, **options: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Keyword arguments for `vllm.LLM`: `LLM(**llm_kwargs(model, policy="snapkv", budget=1024))`.
+
+    model: Hugging Face id or local folder. policy: "streaming", "snapkv", "layersplit", or "full":
+    vLLM as it is. budget: tokens a KV head keeps in each layer but the first `full_layers`; recent:
+    those of them that are the newest (None: the policy's choice). options: hyper-parameters of the
+    policy. Raises ValueError, with the reason, for settings or models that do not work.
+    """
+    if policy == FULL:
+        return {"model": model}
+    settings = Settings(policy, budget, full_layers, recent, options)
+    layout = settings.layout(block_size)
+    layers = sparse_layers(read_config(model), settings)
+    entry = {"policy": policy, "budget": budget, "full_layers": full_layers, "options": options}
+    entry |= {} if recent is None else {"recent": recent}
+    # On a CPU vLLM knows one backend, which the plugin extends under its name.
+    choice = {"attention_config": {"backend_per_kind": {"sliding_window": "CUSTOM"}}}
+    return {
+        "model": model,
+        "hf_overrides": {"layer_types": layers, "sliding_window": layout.recent},
+        "additional_config": {KEY: entry},
+        "enable_prefix_caching": False,
+        "block_size": block_size,
+        **(choice if torch.cuda.is_available() else {}),
+    }
+
+
+def read_config(model: str) -> Any:
+    """The model's configuration; ValueError where there is none to read."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"expected a readable model, got {model!r}: {reason}") from error
+
+
+def sparse_layers(config: Any, settings: Settings) -> list[str]:
+    """`layer_types` with the sparse layers called windowed; ValueError if vLLM would not obey."""
+    text = config.get_text_config()
+    count = int(text.num_hidden_layers)
+    if settings.full_layers >= count:
+        raise ValueError(f"expected full_layers below {count} layers, got {settings.full_layers}")
+    found = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
+    windowed = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
+    if found or windowed:
+        raise ValueError(
+            f"expected a model of full-attention layers, got {sorted(found) or 'a sliding window'}:"
+            " its own windows and sparse layers would be one and the same to vLLM"
+        )
+    if getattr(text, "kv_lora_rank", None) is not None:
+        raise ValueError("expected no MLA: its cache has no KV heads to choose tokens for")
+    if getattr(text, "num_kv_shared_layers", 0):
+        raise ValueError("expected no KV sharing: layers would choose tokens for each other")
+    _check_architecture(getattr(config, "architectures", None) or ())
+    return ["full_attention"] * settings.full_layers + ["sliding_attention"] * (
+        count - settings.full_layers
+    )
+
+
+def _check_architecture(architectures: Sequence[str]) -> None:
+    """ValueError unless vLLM's model file builds each layer as `layer_types` says."""
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    for name in architectures:
+        entry = ModelRegistry.models.get(name)
+        module = getattr(entry, "module_name", None)
+        spec = importlib.util.find_spec(module) if module else None
+        if spec is None or spec.origin is None:
+            continue
+        source = Path(spec.origin).read_text(encoding="utf-8")
+        if all(word in source for word in _PER_LAYER) or "LlamaAttention" in source:
+            return
+    raise ValueError(
+        f"expected a model whose layers take per_layer_sliding_window from layer_types in vLLM, "
+        f"got {', '.join(architectures) or 'no architecture'}"
+    )
+
+
+def check_installed() -> None:
+    """ValueError, saying what to install, where there is no vLLM."""
+    found = importlib.util.find_spec("vllm")
+    if found is None or found.origin is None:  # a folder of that name is no package
+        raise ValueError("expected vLLM to be installed, got none: pip install 'sparsekv[vllm]'")

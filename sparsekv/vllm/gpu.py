@@ -1,0 +1,182 @@
+"""vLLM's FlashAttention backend for sparse layers, under the name CUSTOM.
+
+`attention_config={"backend_per_kind": {"sliding_window": "CUSTOM"}}` gives it the windowed layers;
+full layers keep what vLLM picks. What a captured graph reads, block tables, lengths and slots, lies
+in buffers that `build`, which runs eagerly before every replay, fills without waiting for the
+device. Cuts are made there, too; a forward pass only keeps its queries.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.config import get_current_vllm_config
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadata,
+    FlashAttentionMetadataBuilder,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+from sparsekv.kernels.block_tables import shorten_tables, store_queries
+from sparsekv.vllm.built import Built, settings_of
+from sparsekv.vllm.compaction import Scorer, apply, cuts
+from sparsekv.vllm.plain_cache import PlainBlocks
+from sparsekv.vllm.rows import Step, Tracker
+from sparsekv.vllm.spec import PinnedWindowSpec
+
+
+class Kept(NamedTuple):
+    """What a layer needs to keep its queries; see `store_queries`."""
+
+    query_start: Tensor
+    lengths: Tensor
+    slots: Tensor
+    max_query_len: int
+
+
+class SparseFlashBackend(FlashAttentionBackend):
+    """FlashAttention over pinned and recent blocks."""
+
+    @staticmethod
+    def get_name() -> str:
+        """The name that vLLM keeps for a backend of someone else's."""
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[SparseFlashImpl]:
+        """The layer."""
+        return SparseFlashImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[SparseFlashBuilder]:
+        """The metadata builder."""
+        return SparseFlashBuilder
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """A windowed layer's spec becomes a sparse one."""
+        return Built.spec(spec)
+
+
+class SparseFlashImpl(FlashAttentionImpl):
+    """A layer that attends whatever its block table holds, and keeps its newest queries."""
+
+    def __init__(
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int,
+        alibi_slopes: list[float] | None, sliding_window: int | None, *args: Any, **kwargs: Any,
+    ) -> None:  # fmt: skip
+        config = get_current_vllm_config()
+        settings = Built.note(config)
+        if settings is None:
+            raise ValueError("expected additional_config['sparsekv'] with backend CUSTOM, got none")
+        self.ring: Tensor | None = None
+        if settings.rows:
+            shape = (config.scheduler_config.max_num_seqs, settings.rows, num_heads, head_size)
+            self.ring = torch.zeros(shape, dtype=config.model_config.dtype)
+        heads = (num_heads, head_size, scale, num_kv_heads)
+        super().__init__(*heads, alibi_slopes, None, *args, **kwargs)
+
+    def forward(
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor,
+        attn_metadata: Any, output: Tensor, *args: Any, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        """As FlashAttention; then the queries are kept for the next cut."""
+        inputs = (layer, query, key, value, kv_cache, attn_metadata, output)
+        output = super().forward(*inputs, *args, **kwargs)
+        if self.ring is not None and attn_metadata is not None:
+            kept: Kept = attn_metadata.sparsekv_kept
+            store_queries(
+                query, self.ring, kept.query_start, kept.lengths, kept.slots,
+                max_query_len=kept.max_query_len,
+            )  # fmt: skip
+        return output
+
+
+class SparseFlashBuilder(FlashAttentionMetadataBuilder):
+    """Cuts what must go, then describes to the kernel only what is held."""
+
+    supports_update_block_table = False  # tables are rewritten group by group
+
+    def __init__(
+        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: Any, device: Any
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        settings = settings_of(kv_cache_spec, vllm_config)
+        if settings is None or not isinstance(kv_cache_spec, PinnedWindowSpec):
+            raise ValueError(f"expected sparse layers with backend CUSTOM, got {kv_cache_spec}")
+        self._layout, self._scorer = kv_cache_spec.layout, Scorer.of(settings)
+        self._access = PlainBlocks()
+        seqs = vllm_config.scheduler_config.max_num_seqs
+        self._tracker = Tracker(self._layout, seqs)
+        rows = max(seqs, vllm_config.compilation_config.max_cudagraph_capture_size or 0)
+        self._lengths = torch.zeros(rows, dtype=torch.int32, device=device)
+        # Row 0: first recent blocks, row 1: slots.
+        self._sent = torch.zeros(2, rows, dtype=torch.int32, device=device)
+        self._table: Tensor | None = None  # as wide as vLLM's, which the first step shows
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> FlashAttentionMetadata:
+        """Metadata of pinned and recent blocks."""
+        common = common_attn_metadata
+        step = self._tracker.step(common)
+        if step is not None and self._scorer is not None:
+            self._compact(step, common.block_table_tensor)
+        return self._describe(common, step, fast_build)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> FlashAttentionMetadata:
+        """Metadata of rows that are no requests; the buffers are those of every later step."""
+        return self._describe(common_attn_metadata, None, False)
+
+    def _describe(self, common: Any, step: Step | None, fast_build: bool) -> FlashAttentionMetadata:
+        table, rows = common.block_table_tensor, common.num_reqs
+        if self._table is None:
+            shape = (len(self._lengths), table.shape[1])
+            self._table = torch.zeros(shape, dtype=torch.int32, device=table.device)
+        self._send(step, rows)
+        lengths, most = common.seq_lens[:rows], common.max_seq_len
+        shorten_tables(
+            table[:rows], lengths, self._sent[0, :rows], self._table, self._lengths,
+            pinned=self._layout.pinned_blocks, block_size=self._layout.block_size,
+        )  # fmt: skip
+        if step is not None:
+            gone = (step.now - self._layout.pinned_blocks) * self._layout.block_size
+            most = int((step.lengths - gone).max())
+        short = common.replace(
+            block_table_tensor=self._table[:rows], seq_lens=self._lengths[:rows], max_seq_len=most
+        )
+        metadata = super().build(0, short, fast_build)
+        if hasattr(metadata, "sliding_window"):  # 0.26 takes it from the spec, later from the layer
+            metadata.sliding_window = (-1, -1)
+        slots = self._sent[1, :rows]
+        start = common.query_start_loc[: rows + 1]
+        metadata.sparsekv_kept = Kept(start, lengths, slots, common.max_query_len)
+        return metadata
+
+    def _send(self, step: Step | None, rows: int) -> None:
+        """First recent blocks and slots to the device; rows without a request: P and -1."""
+        values = np.empty((2, rows), dtype=np.int32)
+        values[0], values[1] = self._layout.pinned_blocks, -1
+        if step is not None:
+            values[0, : len(step.now)], values[1, : len(step.now)] = step.now, step.slots
+        sent = torch.from_numpy(values)
+        if self._sent.is_cuda:
+            sent = sent.pin_memory()  # kept by the allocator until the copy is done
+        self._sent[:, :rows].copy_(sent, non_blocking=True)
+
+    def _compact(self, step: Step, table: Tensor) -> None:
+        """Pin the best tokens of the requests whose blocks must go, in every layer of the group."""
+        assert self._scorer is not None
+        layers = self.vllm_config.compilation_config.static_forward_context
+        for cut in cuts(step, self._layout, table, self._scorer.rows):
+            for name in self.layer_names:
+                impl, cache = layers[name].impl, layers[name].kv_cache
+                apply(
+                    cut, cache, impl.ring, self._access, self._layout, self._scorer, impl.scale,
+                    impl.logits_soft_cap or None,
+                )  # fmt: skip

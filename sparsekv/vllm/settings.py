@@ -1,0 +1,127 @@
+"""What a user asks for: `additional_config={"sparsekv": {"policy": ..., "budget": ...}}`.
+
+policy        "streaming", "snapkv", "layersplit"; "full" or no entry at all: vLLM as it is
+budget        tokens kept per KV head in each sparse layer, pinned and recent together
+full_layers   the first layers, which keep everything
+recent        of the budget, the newest tokens that are always kept; None: the policy's choice
+options       hyper-parameters of the policy, as in `sparsekv policies`
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sparsekv.policies import POLICIES, LayerSplit, Policy, SnapKV, Streaming
+from sparsekv.policies.base import positive
+from sparsekv.vllm.layout import Layout
+
+KEY = "sparsekv"
+FULL = "full"
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "streaming": {"sinks": 4},
+    "snapkv": {},
+    # 256 rows of queries, its default elsewhere, would take half as much memory as 1024 tokens.
+    "layersplit": {"window_rows": 32},
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The user's choice, checked; `method` is the policy itself."""
+
+    policy: str
+    budget: int
+    full_layers: int = 3
+    recent: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.policy not in DEFAULTS:
+            raise ValueError(
+                f"expected policy to be one of {', '.join(DEFAULTS)}, got {self.policy!r}"
+            )
+        positive("budget", self.budget)
+        positive("full_layers", self.full_layers, at_least=0)
+        if self.recent is not None:
+            positive("recent", self.recent)
+        self._check_method()
+
+    @property
+    def method(self) -> Policy:
+        """The policy with the user's hyper-parameters."""
+        known = {f.name for f in dataclasses.fields(POLICIES[self.policy])}
+        if unknown := sorted(set(self.options) - known):
+            raise ValueError(f"expected options of {self.policy} in {sorted(known)}, got {unknown}")
+        return POLICIES[self.policy](**{**DEFAULTS[self.policy], **self.options})
+
+    @property
+    def scored(self) -> bool:
+        """Whether attention decides what is pinned."""
+        return not isinstance(self.method, Streaming)
+
+    @property
+    def rows(self) -> int:
+        """The newest queries that vote; 0 if none do."""
+        method = self.method
+        if isinstance(method, SnapKV):
+            return method.window
+        return method.window_rows if isinstance(method, LayerSplit) else 0
+
+    def layout(self, block_size: int) -> Layout:
+        """Pinned blocks and recent tokens that make up the budget; ValueError if none do."""
+        recent = self._recent(block_size)
+        pinned = self.budget - recent
+        if pinned < block_size or pinned % block_size:
+            raise ValueError(
+                f"expected a budget of whole blocks of {block_size} tokens, at least one, beside "
+                f"{recent} recent tokens, got budget {self.budget}"
+            )
+        if recent < max(1, self.rows):
+            raise ValueError(
+                f"expected at least {max(1, self.rows)} recent tokens, those whose queries vote, "
+                f"got {recent} of budget {self.budget}"
+            )
+        grows = isinstance(self.method, SnapKV)
+        return Layout(block_size, pinned // block_size, recent, grows)
+
+    def _recent(self, block_size: int) -> int:
+        """Recent tokens: as asked, or what the policy protects and the part of a block beside."""
+        if self.recent is not None:
+            return self.recent
+        method = self.method
+        if isinstance(method, Streaming):
+            return self.budget - -(-max(1, method.sinks) // block_size) * block_size
+        wish = self.rows
+        if isinstance(method, LayerSplit):
+            wish = max(wish, min(256, self.budget // 4) if method.recent is None else method.recent)
+        return self.budget - (self.budget - wish) // block_size * block_size
+
+    def _check_method(self) -> None:
+        method = self.method
+        if isinstance(method, Streaming) and method.positions != "original":
+            raise ValueError(f"expected positions='original', got {method.positions!r}")
+        if isinstance(method, LayerSplit) and (method.accum, method.budget_is) != ("ema", "window"):
+            raise ValueError(
+                "expected accum='ema' and budget_is='window' (scores are sums over the last rows), "
+                f"got {method.accum!r} and {method.budget_is!r}"
+            )
+
+
+def parse(additional_config: Any) -> Settings | None:
+    """The settings in vLLM's `additional_config`, or None where nothing is asked for."""
+    entry = additional_config.get(KEY) if isinstance(additional_config, Mapping) else None
+    if entry is None:
+        return None
+    if not isinstance(entry, Mapping):
+        raise ValueError(f"expected additional_config[{KEY!r}] to be a mapping, got {entry!r}")
+    if entry.get("policy") == FULL:
+        return None
+    known = {f.name for f in dataclasses.fields(Settings)}
+    if unknown := sorted(set(entry) - known):
+        raise ValueError(f"expected {KEY} settings in {sorted(known)}, got {unknown}")
+    if missing := sorted({"policy", "budget"} - set(entry)):
+        raise ValueError(f"expected {KEY} settings with {', '.join(missing)}, got {dict(entry)}")
+    return Settings(**entry)

@@ -1,0 +1,110 @@
+"""An independent reading of the block layout: Hugging Face's model, a dense cache, explicit masks.
+
+Every layer keeps every key for ever; what the layout would have dropped is masked. Scores, pooling
+and choice are written out again here, slot by slot, sharing nothing with `sparsekv`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache
+
+
+@dataclass
+class BlockEvictor:
+    """Layers from `full_layers` on hold `pinned` tokens and at least the newest `recent`.
+
+    rows: newest queries that vote (0: the first tokens are pinned). kernel: max pooling, 1: none.
+    grows: nothing goes after the prompt.
+    """
+
+    full_layers: int
+    block_size: int
+    pinned: int
+    recent: int
+    rows: int = 0
+    kernel: int = 1
+    grows: bool = False
+    queries: dict[int, list[Tensor]] = field(default_factory=dict)  # layer: [HQ, D] a position
+    held: dict[int, list[Tensor]] = field(default_factory=dict)  # layer: positions a KV head
+    prompt: int = 0
+
+    def attend(self, module, query, key, value, attention_mask, scaling=None, **kwargs):
+        """The attention of one layer; query [1, HQ, T, D], key and value [1, HK, S, D]."""
+        layer, (tokens, total) = module.layer_idx, (query.shape[2], key.shape[2])
+        heads, group = key.shape[1], query.shape[1] // key.shape[1]
+        if layer == 0 and tokens == total:
+            self.prompt, self.queries, self.held = total, {}, {}
+        seen = torch.ones(heads, tokens, total, dtype=torch.bool).tril(total - tokens)
+        if layer >= self.full_layers:
+            if tokens < total:  # a decode step
+                self._cut(layer, key[0], total - 1, group, scaling)
+                seen[:] = False
+                for head, positions in enumerate(self.held[layer]):
+                    seen[head, 0, positions] = True
+                    seen[head, 0, -1] = True
+            self.queries.setdefault(layer, []).extend(query[0].unbind(1))
+            if tokens < total:
+                self.held[layer] = [
+                    torch.cat([p, torch.tensor([total - 1])]) for p in self.held[layer]
+                ]
+            else:
+                self.held[layer] = [torch.arange(total) for _ in range(heads)]
+        logits = query[0].unflatten(0, (heads, group)) @ key[0][:, None].mT * scaling
+        logits = logits.masked_fill(~seen[:, None], -torch.inf)
+        out = logits.softmax(-1) @ value[0][:, None]
+        return out.flatten(0, 1).transpose(0, 1)[None], None
+
+    def _cut(self, layer: int, keys: Tensor, computed: int, group: int, scaling: float) -> None:
+        """Before a step with `computed` tokens cached: drop what the layout no longer holds."""
+        end = self.prompt if self.grows else computed
+        edge = max(self.pinned, (end - self.recent) // self.block_size * self.block_size)
+        for head, positions in enumerate(self.held[layer]):
+            old = positions[positions < edge]
+            if len(old) <= self.pinned:
+                continue
+            if self.rows == 0:
+                kept = old[: self.pinned]
+            else:
+                votes = self._votes(layer, head, keys[head], positions, computed, group, scaling)
+                kept = self._best(votes[: len(old)], old)
+            self.held[layer][head] = torch.cat([kept, positions[positions >= edge]])
+
+    def _votes(self, layer, head, keys, positions, computed, group, scaling) -> Tensor:
+        total = torch.zeros(len(positions))
+        for g in range(group):
+            for i in range(max(0, computed - self.rows), computed):
+                q = self.queries[layer][i][head * group + g]
+                logits = (keys[positions] @ q * scaling).masked_fill(positions > i, -torch.inf)
+                total += logits.softmax(0) / group
+        return total
+
+    def _best(self, votes: Tensor, old: Tensor) -> Tensor:
+        half = self.kernel // 2
+        pooled = [votes[max(0, j - half) : j + half + 1].max() for j in range(len(votes))]
+        order = sorted(range(len(votes)), key=lambda j: (float(pooled[j]), j), reverse=True)
+        return old[torch.tensor(sorted(order[: self.pinned]))]
+
+
+def greedy(folder: str, prompt: list[int], new_tokens: int, evictor: BlockEvictor | None):
+    """(tokens, their log-probabilities) of one prompt, fp32; evictor None: dense."""
+    name = "block_evictor" if evictor else "eager"
+    if evictor:
+        AttentionInterface.register(name, evictor.attend)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    model.config._attn_implementation = name
+    cache, ids = DynamicCache(), torch.tensor([prompt])
+    tokens, logprobs = [], []
+    with torch.no_grad():
+        for _ in range(new_tokens):
+            logits = model(ids, past_key_values=cache, use_cache=True).logits[0, -1]
+            token = int(logits.argmax())
+            tokens.append(token)
+            logprobs.append(float(logits.log_softmax(0)[token]))
+            ids = torch.tensor([[token]])
+    return tokens, logprobs

@@ -1,0 +1,71 @@
+"""One vLLM engine in a process of its own: `python engine_worker.py JOB.json OUT.json`.
+
+JOB: {"kwargs": for vllm.LLM, "prompts": token ids, "new_tokens": int, "abort": {request: step}}.
+OUT: tokens and log-probabilities of each request, KV bytes in use after every step and how many
+requests had finished then, preemptions, and blocks not given back, all from vLLM's own block pool.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the scheduler is looked at
+
+
+def run(job: dict) -> dict:
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(**job["kwargs"]).llm_engine
+    core = engine.engine_core.engine_core
+    pool = core.scheduler.kv_cache_manager.block_pool
+    config = core.scheduler.kv_cache_config
+    # Groups of layers share the pool's tensors: a block is one part in num_blocks of all of it.
+    block_bytes = job["kwargs"]["kv_cache_memory_bytes"] / config.num_blocks
+    free = pool.get_num_free_blocks()
+    params = SamplingParams(
+        temperature=0, max_tokens=job["new_tokens"], ignore_eos=True, logprobs=0
+    )
+    for i, prompt in enumerate(job["prompts"]):
+        engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
+    done, used, finished, preempted, step = {}, [], [], {}, 0
+    while engine.has_unfinished_requests():
+        for request, when in job.get("abort", {}).items():
+            if when == step:
+                engine.abort_request([request])
+        for output in engine.step():
+            if output.finished:
+                done[output.request_id] = output.outputs[0]
+        for request in core.scheduler.requests.values():
+            preempted[request.request_id.split("-")[0]] = request.num_preemptions
+        used.append((free - pool.get_num_free_blocks()) * block_bytes)
+        finished.append(len(done))
+        step += 1
+    answers = {
+        key: {
+            "tokens": list(out.token_ids),
+            "logprobs": [d[t].logprob for t, d in zip(out.token_ids, out.logprobs, strict=True)],
+        }
+        for key, out in done.items()
+    }
+    return {
+        "answers": answers,
+        "used_bytes": used,
+        "finished": finished,
+        "preempted": preempted,
+        "leaked_blocks": free - pool.get_num_free_blocks(),
+        "left_behind": _left_behind(core.scheduler),
+    }
+
+
+def _left_behind(scheduler) -> int:
+    """Requests that some manager of a group still knows."""
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+    return sum(len(m.req_to_blocks) for m in managers)
+
+
+if __name__ == "__main__":
+    result = run(json.loads(Path(sys.argv[1]).read_text()))
+    Path(sys.argv[2]).write_text(json.dumps(result))

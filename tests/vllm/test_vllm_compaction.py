@@ -1,0 +1,123 @@
+"""Cuts without vLLM: what is pinned in plain blocks, against a choice made token by token."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sparsekv.vllm.compaction import Scorer, apply, cuts
+from sparsekv.vllm.layout import Layout
+from sparsekv.vllm.plain_cache import PlainBlocks
+from sparsekv.vllm.rows import Tracker, shorten, store_queries
+
+HK, G, D, SIZE, R = 2, 2, 16, 16, 4
+SCALE = D**-0.5
+
+
+class Server:
+    """A few requests that are read in chunks and then decoded, in blocks in any order."""
+
+    def __init__(self, layout: Layout, scorer: Scorer, seed: int = 0) -> None:
+        self.layout, self.scorer = layout, scorer
+        self.gen = torch.Generator().manual_seed(seed)
+        self.tracker = Tracker(layout, 4)
+        # As FlashAttention has it: tokens before heads in memory.
+        self.cache = torch.zeros(200, SIZE, HK, 2 * D).transpose(1, 2)
+        self.ring = torch.zeros(4, R, HK * G, D)
+        self.table = torch.randperm(199, generator=self.gen)[: 3 * 40].view(3, 40).int() + 1
+        self.tokens = [torch.zeros(0, HK, 2 * D) for _ in range(3)]
+        self.queries = [torch.zeros(0, HK * G, D) for _ in range(3)]
+        self.held = [[torch.arange(0)] * HK for _ in range(3)]
+
+    def step(self, counts: list[int], prompts: list[int]) -> None:
+        rows = [i for i, c in enumerate(counts) if c]
+        before = [len(self.tokens[i]) for i in rows]
+        start = torch.tensor([0, *(counts[i] for i in rows)]).cumsum(0).int()
+        lengths = torch.tensor([b + counts[i] for b, i in zip(before, rows, strict=True)]).int()
+        common = SimpleNamespace(
+            num_reqs=len(rows), query_start_loc_cpu=start, seq_lens=lengths,
+            seq_lens_cpu_upper_bound=lengths, block_table_tensor=self.table[rows],
+            is_prefilling=torch.tensor([b < prompts[i] for b, i in zip(before, rows, strict=True)]),
+        )  # fmt: skip
+        step = self.tracker.step(common)
+        for cut in cuts(step, self.layout, common.block_table_tensor, R):
+            apply(cut, self.cache, self.ring, PlainBlocks(), self.layout, self.scorer, SCALE, None)
+        for i, b in zip(rows, before, strict=True):
+            if b >= prompts[i]:
+                self._cut(i, b)
+        new = torch.randn(int(start[-1]), HK, 2 * D, generator=self.gen)
+        query = torch.randn(int(start[-1]), HK * G, D, generator=self.gen)
+        store_queries(query, self.ring, step)
+        self._write(rows, before, counts, start, new, query)
+        self._check(rows, *shorten(step, self.layout, common))
+
+    def _write(self, rows, before, counts, start, new, query) -> None:
+        for n, (i, b) in enumerate(zip(rows, before, strict=True)):
+            for t in range(counts[i]):
+                block = self.table[i, (b + t) // SIZE]
+                self.cache[block, :, (b + t) % SIZE] = new[int(start[n]) + t]
+            part = slice(int(start[n]), int(start[n + 1]))
+            self.tokens[i] = torch.cat([self.tokens[i], new[part]])
+            self.queries[i] = torch.cat([self.queries[i], query[part]])
+            fresh = torch.arange(b, b + counts[i])
+            self.held[i] = [torch.cat([p, fresh]) for p in self.held[i]]
+
+    def _check(self, rows, table, lengths) -> None:
+        """What the shortened table shows is what the token-wise choice holds."""
+        for n, i in enumerate(rows):
+            seen = self.cache[table[n].long()].transpose(1, 2).flatten(0, 1)[: int(lengths[n])]
+            for head in range(HK):
+                assert torch.equal(seen[:, head], self.tokens[i][self.held[i][head], head])
+
+    def _cut(self, i: int, computed: int) -> None:
+        pinned = self.layout.pinned_blocks * SIZE
+        end = self.prompt_end(i, computed)
+        edge = max(pinned, (end - self.layout.recent) // SIZE * SIZE)
+        for head in range(HK):
+            held = self.held[i][head]
+            old = held[held < edge]
+            if len(old) <= pinned:
+                continue
+            keys = self.tokens[i][held, head, :D]
+            votes = torch.zeros(len(held))
+            for g in range(G):
+                for q in range(computed - R, computed):
+                    x = keys @ self.queries[i][q, head * G + g] * SCALE
+                    votes += x.masked_fill(held > q, -torch.inf).softmax(0) / G
+            half = self.scorer.kernel // 2
+            votes = votes[: len(old)]
+            pooled = [votes[max(0, j - half) : j + half + 1].max() for j in range(len(old))]
+            order = sorted(range(len(old)), key=lambda j: (float(pooled[j]), j), reverse=True)
+            kept = old[sorted(order[:pinned])]
+            self.held[i][head] = torch.cat([kept, held[held >= edge]])
+
+    def prompt_end(self, i: int, computed: int) -> int:
+        if not self.layout.grows:
+            return computed
+        self.ends = getattr(self, "ends", {})
+        return self.ends.setdefault(i, computed)
+
+
+@pytest.mark.parametrize("grows", [False, True])
+@pytest.mark.parametrize("kernel", [1, 5])
+def test_pinned_tokens(grows: bool, kernel: int) -> None:
+    scorer = Scorer(R, "mean", "max", kernel)
+    server = Server(Layout(SIZE, 2, 24, grows), scorer)
+    prompts = [150, 40, 97]
+    server.step([100, 40, 60], prompts)
+    server.step([50, 1, 0], prompts)
+    server.step([1, 1, 37], prompts)
+    for _ in range(40):
+        server.step([1, 1, 1], prompts)
+    server.step([1, 0, 1], prompts)
+    server.step([1, 1, 1], prompts)
+
+
+def test_many_tokens_are_cut_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparsekv.vllm.compaction.MAX_TOKENS", 64)
+    server = Server(Layout(SIZE, 1, 16, False), Scorer(R, "mean", "max", 1), seed=1)
+    server.step([90, 80, 70], [90, 80, 70])
+    for _ in range(20):
+        server.step([1, 1, 1], [90, 80, 70])

@@ -1,0 +1,58 @@
+"""vLLM with the plugin says, token for token, what an independent evictor says: fp32, a batch of
+five with prompts that are read in chunks, 96 greedy tokens, also over three ranks."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from block_evictor import BlockEvictor, greedy
+from engines import BLOCK, generate, model, needs_vllm, prompts
+
+pytestmark = [needs_vllm, pytest.mark.slow]
+
+LENGTHS = (700, 90, 1100, 450, 384)  # chunked, within budget, chunked, ragged, just the budget
+NEW = 96
+# settings, and the evictor's reading of them; 128 pinned and 256 recent tokens each
+CASES = {
+    "streaming": ({"sinks": 128, "budget": 384}, {}),
+    "snapkv": ({"budget": 384, "recent": 256}, {"rows": 32, "kernel": 7, "grows": True}),
+    "layersplit": ({"budget": 384, "recent": 256}, {"rows": 32}),
+}
+
+
+@functools.cache
+def expected(policy: str, row: int):
+    reading = None if policy == "full" else BlockEvictor(3, BLOCK, 128, 256, **CASES[policy][1])
+    return greedy(model(), prompts(LENGTHS)[row], NEW, reading)
+
+
+def check(policy: str, **kwargs) -> None:
+    got = generate(LENGTHS, NEW, {"policy": policy, **CASES[policy][0]}, **kwargs)
+    assert got["leaked_blocks"] == 0 and got["left_behind"] == 0
+    for row in range(len(LENGTHS)):
+        tokens, logprobs = expected(policy, row)
+        answer = got["answers"][str(row)]
+        assert answer["tokens"] == tokens, f"row {row}"
+        worst = max(abs(a - b) for a, b in zip(answer["logprobs"], logprobs, strict=True))
+        assert worst < 1e-4, f"row {row}: {worst}"
+
+
+@pytest.mark.parametrize("policy", CASES)
+def test_tokens_and_logprobs(policy: str) -> None:
+    check(policy)
+
+
+@pytest.mark.parametrize("policy", CASES)
+def test_the_test_can_fail(policy: str) -> None:
+    """Dense attention, and each policy's, say something else on at least one of the prompts."""
+    others = [name for name in ("full", *CASES) if name != policy]
+    for other in others:
+        rows = range(len(LENGTHS))
+        assert any(expected(policy, r)[0] != expected(other, r)[0] for r in rows), other
+
+
+@pytest.mark.parametrize("policy", ["layersplit"])
+def test_three_ranks(policy: str) -> None:
+    """Nine query heads and three KV heads over three processes: one KV head each."""
+    check(policy, tensor_parallel_size=3)

@@ -1,0 +1,96 @@
+"""The layout and what it rests on, without vLLM: counts, the state of rows, settings."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparsekv.vllm.layout import Layout, RowState, Slots
+from sparsekv.vllm.settings import Settings, parse
+
+
+@given(
+    size=st.sampled_from([16, 32]),
+    pinned=st.integers(1, 4),
+    recent=st.integers(1, 100),
+    grows=st.booleans(),
+    prompt=st.integers(1, 300),
+    new=st.integers(1, 100),
+)
+def test_rows_follow_the_layout(size, pinned, recent, grows, prompt, new) -> None:
+    """A worker's rows hold what the scheduler's formula says, and what is recent stays."""
+    layout = Layout(size, pinned, recent, grows)
+    state, slot = RowState(layout, 3), np.array([1])
+    state.advance(slot, np.array([0]), np.array([True]))
+    for computed in range(prompt, prompt + new):
+        before, now = state.advance(slot, np.array([computed]), np.array([False]))
+        assert now[0] == layout.first_recent(prompt if grows else computed)
+        assert pinned <= before[0] <= now[0]
+        assert computed - now[0] * size >= min(recent, computed - pinned * size)
+        held = -(-(computed + 1) // size) - (now[0] - pinned)
+        assert held == layout.held_blocks(computed + 1, prompt)
+
+
+def test_a_prompt_holds_everything() -> None:
+    layout = Layout(16, 2, 32, False)
+    state = RowState(layout, 2)
+    rows = np.array([0, 1])
+    state.advance(rows, np.array([500, 500]), np.array([False, False]))
+    before, now = state.advance(rows, np.array([512, 0]), np.array([False, True]))
+    assert before.tolist() == [29, 2] and now.tolist() == [30, 2]
+
+
+def test_slots_are_kept_and_given_again() -> None:
+    slots = Slots(2)
+    first = slots.of([7, 9]).tolist()
+    assert sorted(first) == [0, 1] and slots.of([9, 7]).tolist() == first[::-1]
+    assert slots.of([7]).tolist() == first[:1]
+    assert slots.of([7, 11]).tolist() == [first[0], first[1]]  # 9 is gone
+    with pytest.raises(ValueError, match="at most 2 requests"):
+        slots.of([1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("entry", "pinned", "recent"),
+    [
+        ({"policy": "streaming", "budget": 1024}, 1, 992),
+        ({"policy": "streaming", "budget": 384, "options": {"sinks": 128}}, 4, 256),
+        ({"policy": "snapkv", "budget": 1024}, 31, 32),
+        ({"policy": "layersplit", "budget": 1024}, 24, 256),
+        ({"policy": "layersplit", "budget": 384, "recent": 256}, 4, 256),
+    ],
+)
+def test_budgets(entry: dict, pinned: int, recent: int) -> None:
+    layout = parse({"sparsekv": entry}).layout(32)
+    assert (layout.pinned_blocks, layout.recent) == (pinned, recent)
+    assert layout.pinned_blocks * 32 + layout.recent == entry["budget"]
+
+
+def test_nothing_is_asked_for() -> None:
+    assert parse({}) is None and parse(None) is None
+    assert parse({"sparsekv": {"policy": "full"}}) is None
+
+
+@pytest.mark.parametrize(
+    ("entry", "match"),
+    [
+        ({"policy": "snapkv"}, "with budget"),
+        ({"policy": "nope", "budget": 1}, "policy to be one of"),
+        ({"policy": "snapkv", "budget": 0}, "budget"),
+        ({"policy": "snapkv", "budget": 512, "window": 3}, "settings in"),
+        ({"policy": "snapkv", "budget": 512, "options": {"widow": 3}}, "options of snapkv"),
+        ({"policy": "layersplit", "budget": 512, "options": {"accum": "sum"}}, "accum='ema'"),
+        ({"policy": "streaming", "budget": 512, "options": {"positions": "cache"}}, "original"),
+    ],
+)
+def test_settings_that_are_refused(entry: dict, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        parse({"sparsekv": entry})
+
+
+@pytest.mark.parametrize("settings", [Settings("snapkv", 40, 3), Settings("snapkv", 512, 3, 100)])
+def test_budgets_of_broken_blocks(settings: Settings) -> None:
+    with pytest.raises(ValueError, match="whole blocks of 32"):
+        settings.layout(32)

@@ -1,0 +1,165 @@
+"""`sparsekv serve`, the arguments for vLLM, and what is refused. The server itself: slow."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from types import SimpleNamespace
+
+import pytest
+from engines import environment, model, needs_vllm
+from typer.testing import CliRunner
+
+from sparsekv.cli import APP
+from sparsekv.vllm.cli import parse_option
+from sparsekv.vllm.refusals import check
+from sparsekv.vllm.settings import Settings
+
+
+def config(**changes: object) -> SimpleNamespace:
+    """A VllmConfig, as far as it is looked at, that goes with sparse layers."""
+    fine = {
+        "cache_config.enable_prefix_caching": False,
+        "cache_config.cache_dtype": "auto",
+        "cache_config.kv_sharing_fast_prefill": False,
+        "model_config.use_mla": False,
+        "kv_transfer_config": None,
+        "speculative_config": None,
+        "parallel_config.decode_context_parallel_size": 1,
+        "scheduler_config.disable_hybrid_kv_cache_manager": False,
+    }
+    found = SimpleNamespace()
+    for name, value in {**fine, **changes}.items():
+        *parents, last = name.split(".")
+        place = found
+        for parent in parents:
+            if not hasattr(place, parent):
+                setattr(place, parent, SimpleNamespace())
+            place = getattr(place, parent)
+        setattr(place, last, value)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("change", "value", "match"),
+    [
+        ("cache_config.enable_prefix_caching", True, "enable_prefix_caching=False"),
+        ("kv_transfer_config", object(), "no KV connector"),
+        ("speculative_config", object(), "no speculative decoding"),
+        ("model_config.use_mla", True, "no MLA"),
+        ("parallel_config.decode_context_parallel_size", 2, "decode_context_parallel_size=1"),
+        ("cache_config.kv_sharing_fast_prefill", True, "kv_sharing_fast_prefill"),
+        ("cache_config.cache_dtype", "fp8", "unquantised"),
+        ("scheduler_config.disable_hybrid_kv_cache_manager", True, "hybrid KV cache manager"),
+    ],
+)
+def test_what_does_not_go_together(change: str, value: object, match: str) -> None:
+    settings = Settings("snapkv", 512)
+    check(config(), settings)
+    with pytest.raises(ValueError, match=match):
+        check(config(**{change: value}), settings)
+
+
+def test_streaming_takes_a_quantised_cache() -> None:
+    check(config(**{"cache_config.cache_dtype": "fp8"}), Settings("streaming", 512))
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("sinks=128", 128), ("a=0.5", 0.5), ("pool=avg", "avg")]
+)
+def test_options(text: str, value: object) -> None:
+    assert parse_option(text)[1] == value
+    with pytest.raises(ValueError, match="name=value"):
+        parse_option(text.replace("=", ""))
+
+
+@needs_vllm
+def test_plan_and_command() -> None:
+    line = ["serve", model(), "--policy", "streaming", "--budget", "384", "--option", "sinks=128"]
+    done = CliRunner().invoke(APP, [*line, "--dry-run", "--port", "8123"])
+    assert done.exit_code == 0, done.output
+    assert "27 keep 128 pinned and 256 recent tokens" in done.output
+    assert "--no-enable-prefix-caching" in done.output and "--port 8123" in done.output
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"full_layers": 30}, "full_layers below 30"),
+        ({"policy": "h2o"}, "policy to be one of"),
+        ({"budget": 40}, "whole blocks"),
+    ],
+)
+def test_refused_before_anything_is_loaded(changes: dict, match: str) -> None:
+    from sparsekv.vllm import llm_kwargs
+
+    with pytest.raises(ValueError, match=match):
+        llm_kwargs(model(), **{"policy": "snapkv", "budget": 512, **changes})
+
+
+@needs_vllm
+def test_models_that_would_not_obey() -> None:
+    from transformers import LlamaConfig, Qwen2Config
+
+    from sparsekv.vllm.arguments import sparse_layers
+
+    settings = Settings("snapkv", 512)
+    fine = LlamaConfig(num_hidden_layers=6, architectures=["LlamaForCausalLM"])
+    assert sparse_layers(fine, settings).count("sliding_attention") == 3
+    qwen = Qwen2Config(num_hidden_layers=6, architectures=["Qwen2ForCausalLM"])
+    with pytest.raises(ValueError, match="per_layer_sliding_window"):
+        sparse_layers(qwen, settings)
+    fine.sliding_window = 64
+    with pytest.raises(ValueError, match="full-attention layers"):
+        sparse_layers(fine, settings)
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_openai_server() -> None:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    line = [sys.executable, "-m", "sparsekv", "serve", model(), "--policy", "layersplit"]
+    line += ["--budget", "384", "--enforce-eager", "--port", str(port), "--host", "127.0.0.1"]
+    line += ["--max-model-len", "2048", "--max-num-seqs", "4", "--served-model-name", "m"]
+    server = subprocess.Popen(line, env={**environment(), "VLLM_CPU_KVCACHE_SPACE": "1"})
+    try:
+        _wait(f"http://127.0.0.1:{port}/health", server)
+        url = f"http://127.0.0.1:{port}/v1/completions"
+        prompt = "A list of facts about rivers, lakes, seas and their fish. " * 60
+        body = {"model": "m", "prompt": prompt, "max_tokens": 40, "temperature": 0, "logprobs": 1}
+        answer = _post(url, body)
+        text = answer["choices"][0]["text"]
+        assert answer["usage"]["completion_tokens"] == 40 and "rivers, lakes" in text
+        assert len(answer["choices"][0]["logprobs"]["token_logprobs"]) == 40
+        several = _post(url, {**body, "n": 2, "temperature": 0.7, "seed": 1})
+        assert len(several["choices"]) == 2
+        stopped = _post(url, {**body, "stop": [" lakes"]})["choices"][0]
+        assert stopped["finish_reason"] == "stop" and stopped["text"] == text.split(" lakes")[0]
+    finally:
+        server.terminate()
+        server.wait(timeout=60)
+
+
+def _post(url: str, body: dict) -> dict:
+    data, header = json.dumps(body).encode(), {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, data, header)
+    with urllib.request.urlopen(request, timeout=600) as reply:
+        return json.load(reply)
+
+
+def _wait(url: str, server: subprocess.Popen) -> None:
+    for _ in range(600):
+        assert server.poll() is None, "the server ended"
+        try:
+            with urllib.request.urlopen(url, timeout=5):
+                return
+        except OSError:
+            time.sleep(1)
+    raise TimeoutError(url)
