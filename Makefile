@@ -13,8 +13,8 @@ WORKERS := 2
 demo: $(READY)  ## Ask about a fact in a long text, with a dense and a sparse cache.
 	$(BIN)/sparsekv demo
 
-test: lint  ## Lint, types, then every test that needs no GPU; the notebooks but the long second are run, too.
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --nbmake --ignore experiments/notebooks/2_policy_ablation.ipynb tests experiments/notebooks
+test: lint  ## Lint, types, then every test that needs no GPU; the notebooks are run, too.
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --nbmake tests experiments/notebooks
 
 # vLLM pins its own torch, hence an environment of its own; its CPU build needs Python 3.11.
 test-vllm: $(VLLM_READY)  ## The vLLM plugin, with vLLM's CPU build: real engines, half an hour.

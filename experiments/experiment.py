@@ -139,11 +139,16 @@ class Experiment:
 
 
 def summarise(experiment: Runnable, options: Options) -> None:
-    """OUT/NAME.csv and OUT/NAME.png of what is done."""
+    """OUT/NAME.csv and OUT/NAME.png of what is done. Without matplotlib the picture is left out;
+    `report.py` draws it from the table."""
     rows = experiment.rows(options)
-    if rows:
-        write_csv(rows, options.out / f"{experiment.name}.csv")
+    if not rows:
+        return
+    write_csv(rows, options.out / f"{experiment.name}.csv")
+    try:
         experiment.plot(rows, options.out / f"{experiment.name}.png")
+    except ValueError as error:
+        print(f"{experiment.name}: no picture: {error}", file=sys.stderr)
 
 
 def write_run(options: Options, seconds: float) -> None:

@@ -17,6 +17,7 @@ from sparsekv.evaluation import cells, table
 from sparsekv.evaluation.records import PROTOCOLS, Record
 from sparsekv.policies import H2O, LayerSplit, SnapKV
 
+pytest.importorskip("matplotlib")
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "experiments"
 sys.path.insert(0, str(SCRIPTS))

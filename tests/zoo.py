@@ -131,7 +131,7 @@ def shares(layers: int, kv_heads: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _planned(layers: int, kv_heads: int) -> Any:
-    return _make("planned", scorer=_snap(), shares=shares(layers, kv_heads), head_dim=16)
+    return _make("planned", scorer=_snap(), shares=shares(layers, kv_heads))
 
 
 def _planned_layers(layers: int, kv_heads: int) -> Any:

@@ -71,7 +71,9 @@ def generated(
         known = torch.tensor(rows, device=talk.cache.state.layers[0].device)
     else:
         known = talk.chunk(prompts, 1)[:, 0].argmax(-1, keepdim=True)
-    first, stops = (torch.tensor(list(x), device=known.device) for x in (starts, ends))
+    first, stops = (
+        torch.tensor(list(x), dtype=torch.int64, device=known.device) for x in (starts, ends)
+    )
     columns = [known[:, 0]]
     ended = torch.isin(columns[0], stops) & (first == 0)
     for i in range(1, max(starts) + max_new_tokens):

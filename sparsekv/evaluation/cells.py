@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,8 +45,12 @@ class Cell:
 
     def mean(self, name: str) -> float:
         """Of a figure of the items."""
-        which = Item._fields.index(name)
-        return sum(item[which] for item in self.items.values()) / len(self.items)
+        return float(self._table[:, Item._fields.index(name)].mean())
+
+    @cached_property
+    def _table(self) -> np.ndarray:
+        """The figures of all items, float [items, figures]; made when no item is added any more."""
+        return np.array(list(self.items.values()), dtype=float)
 
     def sums(self, keys: Iterable[tuple[str, str]]) -> Sums:
         """Values of the items `keys` by context, contexts in the order of their names."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +10,8 @@ import typer
 from typer.core import TyperGroup
 
 if TYPE_CHECKING:
-    from sparsekv.evaluation.example import Task
+    from sparsekv.evaluation.results import Results
+    from sparsekv.evaluation.session import Session
     from sparsekv.evaluation.wish import Wish
 
 _EXAMPLES = (
@@ -40,7 +41,7 @@ Full = Annotated[bool, typer.Option("--full/--smoke", help="The mode: which task
 Out = Annotated[Path, typer.Option(help="Folder for the results and the table.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the results in --out.")]
 BatchTokens = Annotated[
-    int | None, typer.Option(help="Tokens of one forward: 8192 on a CPU, 131072 on a GPU.")
+    int | None, typer.Option(help="Tokens of one forward: 8192 on a CPU, by its memory on a GPU.")
 ]
 Feed = Annotated[
     str, typer.Option(help="chunk: answers in one forward; steps: token by token, as decoding.")
@@ -126,52 +127,37 @@ def measure(
     batch_tokens: int | None,
     commit: str | None,
 ) -> None:
-    """Load, check, run, and write the table."""
+    """Load, make the tasks, run, and write the table."""
     from sparsekv import models
     from sparsekv.bench.machine import describe
-    from sparsekv.evaluation.protocols import Subject
     from sparsekv.evaluation.results import Results
     from sparsekv.evaluation.runner import default_batch_tokens
-    from sparsekv.evaluation.session import build_tasks, evaluate_all, refusals, settings_of
-    from sparsekv.progress import counting, spinning
+    from sparsekv.evaluation.session import Session, build_tasks, config_of
+    from sparsekv.progress import spinning
 
     with spinning("loading the model"):
         network, tokenizer = models.load(model, device, dtype)
     with spinning("making the tasks"):
         made = build_tasks(wish, tokenizer)
-    name = model or models.PACKAGE
-    config = _config(wish, name, dtype, made, describe(network.device, commit))
     tokens = batch_tokens or default_batch_tokens(network)
+    about = describe(network.device, commit) | {"batch_tokens": tokens}
+    name = model or models.PACKAGE
+    config = config_of(wish, made, {"model": name, "dtype": dtype}, about)
     with Results(out, config, resume=resume) as results:
         with spinning("checking the policies"):
-            settings, refused = settings_of(wish, network, tokenizer)
-        known = {record.key for record in results.records}
-        results.add(r for r in refusals(wish, refused, made) if r.key not in known)
-        subjects = [Subject(network, tokenizer, task) for task in made]
-        total = len(settings) * len(wish.protocols)
-        total *= sum(len(e.questions) for task in made for e in task.examples)
-        with counting("starting", made[0].name, total) as steps:
-            for task, count in evaluate_all(wish, subjects, settings, results, tokens, name):
-                steps.description = task
-                steps.step(count)
+            session = Session.begin(wish, network, tokenizer, made, name)
+        _fill(session, results, tokens)
     _write([out], out)
 
 
-def _config(
-    wish: Wish, name: str, dtype: str, made: Sequence[Task], about: dict[str, Any]
-) -> dict[str, Any]:
-    """`run.json`: what must be the same when a run goes on, and where its parts ran."""
-    from sparsekv.evaluation.session import fingerprint
+def _fill(session: Session, results: Results, batch_tokens: int) -> None:
+    """Run everything under one progress bar."""
+    from sparsekv.progress import counting
 
-    return {
-        "model": name,
-        "dtype": dtype,
-        "seed": wish.seed,
-        "feed": wish.feed,
-        "data": fingerprint(wish.data),
-        "samples": {task.name: len(task.examples) for task in made},
-        "history": [{key: about[key] for key in ("command", "commit", "device", "torch", "date")}],
-    }
+    with counting("starting", session.tasks[0].name, session.total) as steps:
+        for task, count in session.fill(results, batch_tokens):
+            steps.description = task
+            steps.step(count)
 
 
 def table(

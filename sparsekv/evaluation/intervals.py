@@ -8,6 +8,7 @@ Every setting of a task is drawn with the same contexts, so a difference between
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -38,8 +39,11 @@ def interval(draws: np.ndarray) -> tuple[float, float]:
     return float(low), float(high)
 
 
+@lru_cache(maxsize=16)
 def _weights(contexts: int) -> np.ndarray:
     """How often each draw takes each context, float [draws, C]; the same for the same C."""
     rng = np.random.default_rng([_SEED, contexts])
     even = np.full(contexts, 1 / contexts)
-    return rng.multinomial(contexts, even, size=_DRAWS).astype(float)
+    weights = rng.multinomial(contexts, even, size=_DRAWS).astype(float)
+    weights.setflags(write=False)
+    return weights

@@ -39,6 +39,8 @@ from sparsekv.hf.recording import Recording, replay
 from sparsekv.policies import PyramidInfer, resolve_budget
 
 Prompt = tuple[int, ...]
+# Tokens that questions must have in common for a forward of their own.
+_WORTH = 16
 
 
 @dataclass(frozen=True)
@@ -99,9 +101,16 @@ class Compressed:
 
 
 def compressed(
-    subject: Subject, setting: Setting, prompts: Sequence[Prompt], recording: Recording | None
+    subject: Subject,
+    setting: Setting,
+    prompts: Sequence[Prompt],
+    recording: Recording | None,
+    passes: dict[Prompt, Tensor],
 ) -> Compressed:
-    """Compress prompts, all of one length if the policy prunes. recording: of just these, or None.
+    """Compress prompts, all of one length if the policy prunes.
+
+    recording: of just these, or None. passes: what extra passes of this policy over prompts have
+    found, under other budgets; it grows.
 
     Raises:
         ValueError: what the policy refuses.
@@ -119,7 +128,7 @@ def compressed(
         with setting.on(model):
             talk.prefill(rows)
     if setting.policy.extra_passes:
-        sparsekv.compress(model, cache, rows.ids, rows.mask)
+        sparsekv.compress(model, cache, rows.ids, rows.mask, found=passes)
     ms = (subject.clock() - started) * 1000 / len(prompts)
     kept, held, dense = _measured(cache)
     return Compressed(talk, kept, held, dense, ms, note or setting.policy.note)
@@ -162,15 +171,40 @@ def _asked(
     places: Sequence[int],
     pairs: Sequence[tuple[int, Prompt]],
 ) -> Tensor:
-    """Logits of every answer. What several answers to a question share is fed once."""
+    """Logits of every answer. What questions to a row begin with, and what several answers to a
+    question share, is fed once."""
     asking, device = Asking(subject.model, cache), subject.model.device
-    if len(pairs) > len(rests) and not subject.has_short_question and len(rests[0]) > 1:
-        rows = Rows.of([rest[:-1] for rest in rests], subject.pad, device)
-        asking.ask(places, rows.ids, rows.lengths, 1, remember=True)
+
+    def remember(rows: Sequence[Prompt], of: Sequence[int]) -> None:
+        fed = Rows.of(rows, subject.pad, device)
+        asking.ask(of, fed.ids, fed.lengths, 1, remember=True)
+
+    starts = _common(rests, places)
+    if min(map(len, starts.values())) >= _WORTH:
+        remember(list(starts.values()), list(starts))
+        rests = [rest[len(starts[i]) :] for rest, i in zip(rests, places, strict=True)]
+        places = np.unique(places, return_inverse=True)[1].tolist()
+    if len(pairs) > len(rests) and min(map(len, rests)) > 1:
+        remember([rest[:-1] for rest in rests], places)
         rests, places = [rest[-1:] for rest in rests], range(len(rests))
     rows = Rows.of([(*rests[i], *answer[:-1]) for i, answer in pairs], subject.pad, device)
     width = max(len(answer) for _, answer in pairs)
     return asking.ask([places[i] for i, _ in pairs], rows.ids, rows.lengths, width)
+
+
+def _common(rests: Sequence[Prompt], places: Sequence[int]) -> dict[int, Prompt]:
+    """By row, ascending: what all its questions begin with, less than any of them; a row with one
+    question has nothing in common with others."""
+    groups: dict[int, list[Prompt]] = {}
+    for rest, place in zip(rests, places, strict=True):
+        groups.setdefault(place, []).append(rest)
+    found = {}
+    for place, group in groups.items():
+        first, last = min(group), max(group)  # they differ first where any two do
+        most = min(map(len, group)) - 1 if len(group) > 1 else 0
+        same = next((i for i in range(most) if first[i] != last[i]), most)
+        found[place] = first[:same]
+    return found
 
 
 def _by_step(

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from sparsekv.evaluation.answers import Answered
 from sparsekv.evaluation.batches import Asked, Batch, agnostic_groups, aware_groups, by_length
 from sparsekv.evaluation.conversation import Rows
@@ -25,6 +27,8 @@ class Reading:
     def __init__(self, plan: Plan, batch: Batch) -> None:
         self.plan, self.batch, self.subject = plan, batch, plan.subject
         self._whole: Tape | None = None
+        # By policy; those of one are the same under all of its budgets.
+        self._passes: dict[str, dict[Prompt, Tensor]] = {}
 
     def records(self) -> Iterator[list[Record]]:
         """What is due of both protocols, a list for each forward."""
@@ -65,6 +69,7 @@ class Reading:
         aware: bool,
     ) -> Iterator[list[Record]]:
         """rows: questions, each with the number of its prompt."""
+        self._passes.clear()
         for setting in self.plan.settings:
             protocols = self.plan.due(setting, aware, [a for a, _ in rows])
             if not protocols:
@@ -108,7 +113,8 @@ class Reading:
     ) -> list[Record]:
         recording, read_ms = tape or (None, 0.0)
         subject, task = self.subject, self.plan.task
-        after = compressed(subject, setting, prompts, recording)
+        passes = self._passes.setdefault(setting.policy.name, {})
+        after = compressed(subject, setting, prompts, recording, passes)
         asked, places = [a for a, _ in rows], [i for _, i in rows]
         started = subject.clock()
         if task.kind == "generated":

@@ -76,12 +76,10 @@ class Record:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain Python values, ready for JSON; what is at its default is left out."""
-        plain = asdict(self)
-        named = ("task", "policy", "budget", "protocol")
         return {
             name: value
-            for name, value in plain.items()
-            if name in named or value != getattr(type(self), name, {})
+            for name, value in asdict(self).items()
+            if name in _REQUIRED or value != getattr(type(self), name, {})
         }
 
     @classmethod
@@ -91,7 +89,10 @@ class Record:
         Raises:
             ValueError: fields that a record does not have, or too few.
         """
-        names = {f.name for f in fields(cls)}
-        if not {"task", "policy", "budget", "protocol"} <= set(plain) <= names:
-            raise ValueError(f"expected a record with fields of {sorted(names)}, got {plain}")
+        if not _REQUIRED <= plain.keys() <= _NAMES:
+            raise ValueError(f"expected a record with fields of {sorted(_NAMES)}, got {plain}")
         return cls(**plain)
+
+
+_REQUIRED = frozenset(("task", "policy", "budget", "protocol"))
+_NAMES = frozenset(f.name for f in fields(Record))

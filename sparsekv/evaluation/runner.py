@@ -16,13 +16,27 @@ from sparsekv.evaluation.records import PROTOCOLS, Record
 from sparsekv.evaluation.settings import Feed, admit
 from sparsekv.policies import Policy, get_policy
 
-# Tokens of one forward, by the kind of device.
-BATCH_TOKENS = {"cpu": 8192, "cuda": 131072}
+# Tokens of one forward on a CPU, and the most by default on a GPU.
+_CPU_TOKENS, _GPU_TOKENS = 8192, 131072
+# Of the free memory of a GPU, how much recordings may take; two are held, of a batch each.
+_SHARE, _HELD = 1 / 3, 2
 
 
 def default_batch_tokens(model: Any) -> int:
-    """By the device of the model."""
-    return BATCH_TOKENS.get(model.device.type, BATCH_TOKENS["cpu"])
+    """By the device of the model, and on a GPU by the memory that is free: a power of two."""
+    if model.device.type != "cuda":
+        return _CPU_TOKENS
+    free, _ = torch.cuda.mem_get_info(model.device)
+    fit = int(free * _SHARE / (_HELD * recorded_bytes(model.config, model.dtype)))
+    return min(_GPU_TOKENS, 1 << max(fit.bit_length() - 1, 10))
+
+
+def recorded_bytes(config: Any, dtype: torch.dtype) -> int:
+    """Of q, k and v of one token in all layers."""
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return (heads + 2 * kv_heads) * dim * config.num_hidden_layers * dtype.itemsize
 
 
 def evaluate(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -71,18 +72,6 @@ def _policy(name: str, wish: Wish, model: Any, tokenizer: Any) -> Policy:
     return sparsekv.calibrate_duo(model, texts)
 
 
-def refusals(wish: Wish, refused: dict[str, str], tasks: Sequence[Task]) -> list[Record]:
-    """A record for each cell of policies that the model refuses."""
-    return [
-        Record(task.name, name, budget, protocol, wish.feed, headline=task.headline,
-               control=task.control, refused=reason)
-        for name, reason in refused.items()
-        for task in tasks
-        for budget in wish.budgets
-        for protocol in wish.protocols
-    ]  # fmt: skip
-
-
 def fingerprint(data: Path | None) -> str:
     """Of all files in a data folder, or "none"."""
     if data is None:
@@ -93,22 +82,68 @@ def fingerprint(data: Path | None) -> str:
     return digest.hexdigest()[:16]
 
 
-def evaluate_all(
-    wish: Wish,
-    subjects: Sequence[Subject],
-    settings: Sequence[Setting],
-    results: Results,
-    batch_tokens: int,
-    model: str,
-) -> Iterator[tuple[str, int]]:
-    """Fill `results`; yields, as it goes, the task and how many records were settled."""
-    done: set[Key] = {record.key for record in results.records}
-    refused = {record.cell for record in results.records if record.refused is not None}
-    for subject in subjects:
-        plan = Plan(
-            subject, settings, wish.protocols, batch_tokens, done, refused, model, wish.seed
-        )
-        yield subject.task.name, sum(key[0] == subject.task.name for key in done)
-        for records in run(plan):
-            results.add(records)
-            yield subject.task.name, len(records)
+def config_of(
+    wish: Wish, tasks: Sequence[Task], more: Mapping[str, Any], about: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What results must keep to when they go on. about: machine, commit and command, noted only."""
+    names = ("command", "commit", "device", "torch", "date", "batch_tokens")
+    noted = {name: about[name] for name in names}
+    return {
+        **more, "seed": wish.seed, "feed": wish.feed, "data": fingerprint(wish.data),
+        "samples": {task.name: len(task.examples) for task in tasks}, "history": [noted],
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Session:
+    """Tasks and settings for one model. refused: policies that the model refuses, and why."""
+
+    wish: Wish
+    model: Any
+    tokenizer: Any
+    tasks: Sequence[Task]
+    settings: Sequence[Setting]
+    refused: Mapping[str, str]
+    name: str
+
+    @classmethod
+    def begin(
+        cls, wish: Wish, model: Any, tokenizer: Any, tasks: Sequence[Task], name: str
+    ) -> Session:
+        """name: of the model, for the records."""
+        settings, refused = settings_of(wish, model, tokenizer)
+        return cls(wish, model, tokenizer, tasks, settings, refused, name)
+
+    @property
+    def total(self) -> int:
+        """Records of a run without refusals."""
+        questions = sum(len(e.questions) for task in self.tasks for e in task.examples)
+        return questions * len(self.settings) * len(self.wish.protocols)
+
+    def fill(self, results: Results, batch_tokens: int) -> Iterator[tuple[str, int]]:
+        """Write what `results` lack; yields the task and a number of its records, as they come."""
+        done: set[Key] = {record.key for record in results.records}
+        refused = {record.cell for record in results.records if record.refused is not None}
+        results.add(record for record in self._refusals() if record.key not in done)
+        for task in self.tasks:
+            yield task.name, sum(key[0] == task.name for key in done)
+            subject = Subject(self.model, self.tokenizer, task)
+            plan = Plan(
+                subject, self.settings, self.wish.protocols, batch_tokens, done, refused, self.name,
+                self.wish.seed,
+            )  # fmt: skip
+            for records in run(plan):
+                results.add(records)
+                yield task.name, len(records)
+
+    def _refusals(self) -> Iterator[Record]:
+        """A record for each cell of policies that the model refuses."""
+        for name, reason in self.refused.items():
+            for task in self.tasks:
+                for budget in self.wish.budgets:
+                    for protocol in self.wish.protocols:
+                        yield Record(
+                            task.name, name, budget, protocol, self.wish.feed, model=self.name,
+                            headline=task.headline, control=task.control, seed=self.wish.seed,
+                            refused=reason,
+                        )  # fmt: skip

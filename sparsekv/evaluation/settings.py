@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import sparsekv
@@ -17,6 +19,8 @@ from sparsekv.policies import Full, Policy
 Feed = Literal["chunk", "steps"]
 # A budget for policies without one; `full` keeps everything.
 _ANY = 1
+# Characters of a setting that a record repeats.
+_LONG = 200
 
 
 @dataclass(frozen=True)
@@ -36,15 +40,14 @@ class Setting:
         """Whether recorded prompts serve it."""
         return replayable(self.policy)
 
-    @property
+    @cached_property
     def changed(self) -> dict[str, Any]:
-        """The policy's fields that are not at their defaults, as JSON can hold them."""
+        """The policy's fields that are not at their defaults, for records: gates, and whatever else
+        is long, by a digest."""
         policy, plain = self.policy, type(self.policy)()
         fields = {f.name: getattr(policy, f.name) for f in dataclasses.fields(policy) if f.repr}
         return {
-            name: value if isinstance(value, bool | int | float | str | None) else repr(value)
-            for name, value in fields.items()
-            if value != getattr(plain, name)
+            name: _short(value) for name, value in fields.items() if value != getattr(plain, name)
         }
 
     def new_cache(self, model: Any, budget: int | float | None = None) -> sparsekv.SparseCache:
@@ -63,6 +66,15 @@ class Setting:
             yield
         finally:
             install_hooks(model, patch_of(model).policy)
+
+
+def _short(value: object) -> bool | int | float | str | None:
+    if isinstance(value, bool | int | float | str | None):
+        return value
+    text = repr(value)
+    if len(text) <= _LONG:
+        return text
+    return f"{type(value).__name__} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def admit(

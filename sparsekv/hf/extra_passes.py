@@ -6,7 +6,7 @@ run the model's own layers over a `ProbeCache`, which stores nothing and counts 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -73,6 +73,8 @@ def compress(
     cache: SparseCache,
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
+    *,
+    found: MutableMapping[tuple[int, ...], Tensor] | None = None,
 ) -> SparseCache:
     """Run the extra passes of the cache's policy (kvzip) and keep the best tokens. Returns `cache`.
 
@@ -82,6 +84,8 @@ def compress(
     Args:
         input_ids: int64 [B, T], all that the cache has seen. attention_mask: 0/1 [B, T], its left
             padding, or None.
+        found: scores of earlier calls with the same model and policy, by context; whatever the
+            budget, they need no passes again. Scores that were not there are added.
 
     Raises:
         ValueError: a policy without extra passes, ids that are not what was cached, or a cache that
@@ -92,27 +96,29 @@ def compress(
         raise ValueError(f"expected a cache under policy 'kvzip', got {state.policy.name!r}")
     rows = _rows(input_ids, attention_mask)
     _check_whole(state, rows)
+    found = {} if found is None else found
     kept: dict[tuple[int, ...], dict[int, Tensor] | None] = {}
     for row, context in enumerate(rows):
         if context in kept:  # beams and the like start as copies of one prompt
             continue
         budget = resolve_budget(state.budget, len(context)) if context else 1
-        whole = len(context) <= budget or not state.ordinal
-        kept[context] = None if whole else _kept(model, state, row, context, budget)
+        kept[context] = None
+        if len(context) > budget and state.ordinal:
+            if context not in found:
+                found[context] = _scores(model, state, row, context)
+            kept[context] = _kept(state, found[context], budget)
     if any(stays is not None for stays in kept.values()):
         drop_keys(state, [kept[context] for context in rows])
     state.passed, state.held_steps = True, 0
     return cache
 
 
-def _kept(
-    model: PreTrainedModel, state: SparseState, row: int, context: Sequence[int], budget: int
-) -> dict[int, Tensor]:
-    """By layer, which tokens of a row stay: bool [HK, T]."""
-    policy, layers = state.policy, list(state.ordinal)
+def _scores(model: PreTrainedModel, state: SparseState, row: int, context: Sequence[int]) -> Tensor:
+    """fp32 [L, HK, T] of the governed layers: the scores of a row's tokens, by its passes."""
+    policy = state.policy
     assert isinstance(policy, KVzip)
     shape = (state.stores[0].lens.shape[2], len(context))
-    found = {i: torch.zeros(shape, device=state.store(i)[0].pool.device) for i in layers}
+    found = {i: torch.zeros(shape, device=state.store(i)[0].pool.device) for i in state.ordinal}
     base: Any = model.base_model
     sinks = min(policy.sinks, len(context))
     for repeat in policy.repeats(context):
@@ -123,10 +129,17 @@ def _kept(
             input_ids=ids, position_ids=positions, use_cache=True,
             **{cache_key(base): ProbeCache(probe)},
         )  # fmt: skip
-    scores = torch.stack([x.to(found[layers[0]].device) for x in found.values()])
+    device = next(iter(found.values())).device
+    return torch.stack([x.to(device) for x in found.values()])
+
+
+def _kept(state: SparseState, scores: Tensor, budget: int) -> dict[int, Tensor]:
+    """By layer, which tokens of a row stay: bool [HK, T]."""
+    policy = state.policy
+    assert isinstance(policy, KVzip)
     with device_of(scores):
         keep = keep_best(scores, budget, policy.sinks, policy.uniform)
-    return dict(zip(layers, keep, strict=True))
+    return dict(zip(state.ordinal, keep, strict=True))
 
 
 def _rows(input_ids: Tensor, attention_mask: Tensor | None) -> list[tuple[int, ...]]:

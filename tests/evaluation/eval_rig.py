@@ -67,19 +67,23 @@ def _choice(number: int, rng: random.Random, words: list[str]) -> dict[str, Any]
     return about | {"labels": ["A", "B", "C", "D"], "answer": rng.choice("ABCD")}
 
 
-def made_up(kind: str = "forced", seed: int = 0, contexts: int = 3, shortest: int = 2) -> Task:
+def made_up(
+    kind: str = "forced", seed: int = 0, contexts: int = 3, shortest: int = 2, common: int = 0
+) -> Task:
     """Contexts of 24 to 60 tokens, each with three questions of `shortest` tokens or more.
+
+    common: tokens that all questions of a context begin with.
 
     No id twice in a text: keys of one token have one norm, and rounding would rank them.
     """
     rng = random.Random(seed)
     examples = []
     for i in range(contexts):
-        ids = rng.sample(range(250), 120)
-        context, rest = ids[: 24 + 12 * i], ids[60:]
+        ids = rng.sample(range(250), 120 + common)
+        context, rest = ids[: 24 + 12 * i], ids[60:120]
         questions = []
         for j in range(3):
-            prompt = rest[10 * j : 10 * j + shortest + j]
+            prompt = ids[120:] + rest[10 * j : 10 * j + shortest + j]
             answers = [rest[40 + 3 * k : 42 + 3 * k + (j + k) % 2] for k in range(4)]
             if kind != "choice":
                 answers = answers[:1] if kind == "forced" else []

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
+import torch
 from eval_rig import made_up
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +14,7 @@ from zoo import example
 
 from sparsekv.evaluation.batches import agnostic_groups, aware_groups, batches, by_length, grouped
 from sparsekv.evaluation.records import PROTOCOLS
-from sparsekv.evaluation.runner import evaluate
+from sparsekv.evaluation.runner import default_batch_tokens, evaluate, recorded_bytes
 from sparsekv.policies import PyramidInfer
 
 SIZES = st.lists(st.integers(1, 50), max_size=30)
@@ -83,3 +85,19 @@ def test_pyramidinfer_gets_the_least_budget_that_it_takes(subject):
                 policy.layer_tokens(2, tokens, least)
                 with pytest.raises(ValueError, match="expected a budget of at least"):
                     policy.layer_tokens(2, tokens, least - 1)
+
+
+def test_batches_fit_the_memory_of_a_gpu(subject, monkeypatch):
+    """A third of what is free, for two batches; SmolLM2-135M has 57 600 bytes a token in bf16."""
+    model, _ = subject
+    assert default_batch_tokens(model) == 8192
+    config = SimpleNamespace(
+        num_attention_heads=9, num_key_value_heads=3, head_dim=64, num_hidden_layers=30
+    )
+    assert recorded_bytes(config, torch.bfloat16) == 57_600
+    device = SimpleNamespace(type="cuda")
+    gpu = SimpleNamespace(device=device, config=config, dtype=torch.bfloat16)
+    for free, tokens in ((140 << 30, 131072), (20 << 30, 32768), (1 << 20, 1024)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, free))
+        assert default_batch_tokens(gpu) == tokens
+        assert tokens == 1024 or 2 * tokens * 57_600 <= free / 3

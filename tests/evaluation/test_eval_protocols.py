@@ -87,10 +87,13 @@ def test_forced_answers(subject, name, protocol):
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-@pytest.mark.parametrize("name", ["full", "snapkv", "h2o", "keydiff", "quest"])
-def test_choices(subject, name, protocol):
+@pytest.mark.parametrize(("name", "common"), [
+    ("full", 0), ("snapkv", 0), ("adakv", 20), ("h2o", 20), ("keydiff", 20), ("quest", 0),
+])  # fmt: skip
+def test_choices(subject, name, common, protocol):
+    """common: what all questions begin with is long enough to be fed once."""
     model, tokenizer = subject
-    task, policy = made_up("choice", shortest=3), example(name, layers=2)
+    task, policy = made_up("choice", shortest=3, common=common), example(name, layers=2)
     found = evaluate(model, tokenizer, task, policy, BUDGET, protocol)
     sparsekv.patch(model, policy, BUDGET)
     asked = {(e.id, q.id): (e, q) for e in task.examples for q in e.questions}

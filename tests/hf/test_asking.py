@@ -65,18 +65,22 @@ def test_windows_softcaps_and_sinks(family):
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "gemma2"])
 def test_rows_go_on_from_what_was_remembered(family):
-    """Choices behind questions: as the two of them in one chunk."""
+    """What questions begin with, questions, choices: as all of it in one chunk."""
     model = build(family) if family != "llama" else tiny_llama()
     model = sparsekv.patch(model, example("snapkv"), BUDGET)
     cache, mask = cached(model, False)
     other, _ = cached(model, False)
     asking = Asking(model, cache)
-    ids, _, lengths = padded(QUESTIONS)
-    asking.ask(PLACES, ids, lengths, 1, remember=True)
+    starts = [[50, 51, 52], [53], [54, 55]]
     after, choices = [0, 1, 1, 3, 3, 3, 4, 5], [[20 + i] * (1 + i % 3) for i in range(8)]
+    for places, rows in (([0, 1, 2], starts), (PLACES, QUESTIONS)):
+        ids, _, lengths = padded(rows)
+        asking.ask(places, ids, lengths, 1, remember=True)
     ids, _, lengths = padded(choices)
     got = asking.ask(after, ids, lengths, ids.shape[1])
-    whole = [QUESTIONS[i] + choice for i, choice in zip(after, choices, strict=True)]
+    whole = [
+        starts[PLACES[i]] + QUESTIONS[i] + choice for i, choice in zip(after, choices, strict=True)
+    ]
     expected, _ = as_chunk(model, other, mask, [PLACES[i] for i in after], whole)
     for row, choice in enumerate(choices):
         n = len(choice)

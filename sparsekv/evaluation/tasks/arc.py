@@ -13,7 +13,7 @@ from sparsekv.evaluation.example import Example, Question, Request, Task
 from sparsekv.evaluation.texts import data_file, encode, opening
 
 _SHOTS = 40
-# Questions of a context, so that 4 contexts ask 100 and 94 contexts nearly all of the 2376.
+# Questions of a context, so that 93 contexts ask nearly all of the 2376.
 _QUESTIONS = 25
 
 
