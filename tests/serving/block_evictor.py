@@ -74,23 +74,25 @@ class BlockEvictor:
             self.held[layer][head] = torch.cat([kept, positions[positions >= edge]])
 
     def _votes(self, layer, head, keys, positions, computed, group, scaling) -> Tensor:
+        rows = torch.arange(max(0, computed - self.rows), computed)
+        queries = torch.stack([self.queries[layer][i] for i in rows])  # [R, HQ, D]
+        hidden = positions[None] > rows[:, None]
         total = torch.zeros(len(positions))
         for g in range(group):
-            for i in range(max(0, computed - self.rows), computed):
-                q = self.queries[layer][i][head * group + g]
-                logits = (keys[positions] @ q * scaling).masked_fill(positions > i, -torch.inf)
-                total += logits.softmax(0) / group
+            logits = queries[:, head * group + g] @ keys[positions].T * scaling
+            total += logits.masked_fill(hidden, -torch.inf).softmax(-1).sum(0) / group
         return total
 
     def _best(self, votes: Tensor, old: Tensor) -> Tensor:
-        half = self.kernel // 2
-        pooled = [votes[max(0, j - half) : j + half + 1].max() for j in range(len(votes))]
-        order = sorted(range(len(votes)), key=lambda j: (float(pooled[j]), j), reverse=True)
+        half, v = self.kernel // 2, votes.tolist()
+        pooled = [max(v[max(0, j - half) : j + half + 1]) for j in range(len(v))]
+        order = sorted(range(len(v)), key=lambda j: (pooled[j], j), reverse=True)
         return old[torch.tensor(sorted(order[: self.pinned]))]
 
 
 def greedy(folder: str, prompt: list[int], new_tokens: int, evictor: BlockEvictor | None):
     """(tokens, their log-probabilities) of one prompt, fp32; evictor None: dense."""
+    torch.set_num_threads(1)  # threads that wait for each other crawl on a busy machine
     name = "block_evictor" if evictor else "eager"
     if evictor:
         AttentionInterface.register(name, evictor.attend)
