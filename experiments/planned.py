@@ -6,9 +6,12 @@ The same scores everywhere (32 voting rows, max pooling over 7 keys), the same n
 average, given to layers and heads in different ways: equally, falling over depth (the pyramid), in
 full to the first three layers or the first one and equally to the others (layersplit), by each
 prompt's own scores within a layer (AdaKV), or by a plan that was measured on Python's help texts,
-which no task uses:
+which no task uses: by what leaving out costs a head's output, the same of whole layers, or by the
+attention mass that is left out:
 
     sparsekv plan --out experiments/plans/smollm2.json
+    sparsekv plan --per layer --out experiments/plans/smollm2-by-layer.json
+    sparsekv plan --measure mass --goes-on --out experiments/plans/smollm2-by-mass.json
 
 layersplit cannot pay for three full layers from small budgets; its rows then say so. Plans are of
 SmolLM2-135M: with another --model their rows are refused until a plan of it stands there.
@@ -39,6 +42,8 @@ POLICIES = {
     "layersplit, 1 full layer": shared(1),
     "adakv": AdaKV(SnapKV()),
     "planned": Planned.load(PLANS / "smollm2.json"),
+    "planned by layer": Planned.load(PLANS / "smollm2-by-layer.json"),
+    "planned by mass": Planned.load(PLANS / "smollm2-by-mass.json"),
 }
 
 EXPERIMENT = Experiment(
