@@ -4,6 +4,7 @@ PYTHON := $(shell for p in python3.11 python3 python3.12 python3.13 python3.10; 
 	if $$p -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then echo $$p; break; fi; done)
 BIN := .venv/bin
 READY := .venv/.ready
+EVAL_READY := .venv/.ready-eval
 VLLM_BIN := .venv-vllm/bin
 VLLM_READY := .venv-vllm/.ready
 WORKERS := 2
@@ -13,8 +14,13 @@ WORKERS := 2
 demo: $(READY)  ## Ask about a fact in a long text, with a dense and a sparse cache.
 	$(BIN)/sparsekv demo
 
-test: lint  ## Lint, types, then every test that needs no GPU; the notebooks are run, too.
+test: lint $(EVAL_READY)  ## Lint, types, then every test that needs no GPU; the notebooks are run, too.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --nbmake tests experiments/notebooks
+
+# What only evaluations load; the demo does not wait for it.
+$(EVAL_READY): requirements-eval.txt $(READY)
+	$(BIN)/python -m pip install -r requirements-eval.txt
+	@touch $@
 
 # vLLM pins its own torch, hence an environment of its own; its CPU build needs Python 3.11.
 test-vllm: $(VLLM_READY)  ## The vLLM plugin, with vLLM's CPU build: real engines, half an hour.

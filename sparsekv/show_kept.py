@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor
 import sparsekv
 from sparsekv.hf.compat import cache_key
 from sparsekv.plotting import pyplot
-from sparsekv.policies import Policy
+from sparsekv.policies import Policy, get_policy
 from sparsekv.progress import spinning
 
 # Dots across: more tokens than this share them.
@@ -22,15 +21,13 @@ _DPI = 110
 
 
 def kept_of(
-    model: Any, tokenizer: Any, input_ids: Tensor, policy: Policy, budget: int | float
+    model: Any, tokenizer: Any, input_ids: Tensor, policy: Policy | str, budget: int | float
 ) -> np.ndarray:
     """bool [L, HK, T]: the tokens of the prompt [1, T] that each KV head holds after it.
 
     The model stays patched. A policy that wants a tokenizer and has none gets this one.
     """
-    if getattr(policy, "tokenizer", policy) is None:
-        policy = dataclasses.replace(policy, tokenizer=tokenizer)  # type: ignore[call-arg]
-    sparsekv.patch(model, policy, budget)
+    sparsekv.patch(model, get_policy(policy).with_tokenizer(tokenizer), budget)
     cache = sparsekv.new_cache(model)
     # Through generate, where some policies read the prompt again; its one token is never fed.
     model.generate(

@@ -44,6 +44,10 @@ def test_kept_is_what_the_policy_keeps(tiny: tuple[Any, Any, torch.Tensor]) -> N
     assert kept[0].all() and (kept[1].sum(1) == 15).all()
 
 
+def test_a_policy_by_name_gets_the_tokenizer(tiny: tuple[Any, Any, torch.Tensor]) -> None:
+    assert show_kept.kept_of(*tiny, "kvzip", 0.5).sum() == 2 * 2 * TOKENS // 2
+
+
 @pytest.mark.parametrize("by_head", [False, True])
 @pytest.mark.parametrize("tokens", [1, 60, 3001])
 def test_draws_a_png(by_head: bool, tokens: int, tmp_path: Path) -> None:

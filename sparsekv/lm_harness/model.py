@@ -28,9 +28,18 @@ import sparsekv
 from sparsekv import models
 from sparsekv.lm_harness.batches import Batch, Wanted, make_batches
 from sparsekv.lm_harness.feeding import Feeding
-from sparsekv.policies import Duo, Policy, get_policy
+from sparsekv.policies import Duo, Planned, Policy, get_policy
 
 Request = tuple[Any, list[int], list[int]]  # what to call it, context, continuation
+
+
+def _chosen(policy: str | Policy, gates: str | None, plan: str | None) -> Policy:
+    for option, file, kind in (("gates", gates, Duo), ("plan", plan, Planned)):
+        if file is not None:
+            if policy != kind.name:
+                raise ValueError(f"expected {option} with policy={kind.name}, got {policy!r}")
+            return kind.load(Path(file))
+    return get_policy(policy)
 
 
 class SparseHFLM(HFLM):
@@ -38,12 +47,14 @@ class SparseHFLM(HFLM):
 
     Args:
         pretrained: a hub id, a folder or a model; without it, SmolLM2-135M-Instruct.
-        policy: a name or a policy. gates: for policy "duo", its file of gates.
+        policy: a name or a policy. gates: for policy "duo", its file of gates. plan: for policy
+            "planned", the file that `sparsekv plan` wrote.
         budget, page_size, kv_dtype: see `sparsekv.patch`.
         kwargs: what HFLM takes: tokenizer, dtype, device, batch_size, max_length, ...
 
     Raises:
-        ValueError: see `sparsekv.patch`; batch_size "auto", which would measure a dense model.
+        ValueError: see `sparsekv.patch`; batch_size "auto", which would measure a dense model;
+            a file that is not the policy's.
     """
 
     def __init__(
@@ -53,6 +64,7 @@ class SparseHFLM(HFLM):
         budget: int | float = 512,
         *,
         gates: str | None = None,
+        plan: str | None = None,
         page_size: int = 16,
         kv_dtype: str | None = None,
         **kwargs: Any,
@@ -62,8 +74,7 @@ class SparseHFLM(HFLM):
         super().__init__(
             str(models.default_model()) if pretrained is None else pretrained, **kwargs
         )
-        chosen = get_policy(policy) if gates is None else Duo.load(Path(gates))
-        chosen = chosen.with_tokenizer(self.tokenizer)
+        chosen = _chosen(policy, gates, plan).with_tokenizer(self.tokenizer)
         sparsekv.patch(self.model, chosen, budget, page_size=page_size, kv_dtype=kv_dtype)
         self.policy = chosen
 

@@ -147,6 +147,12 @@ def test_xquad_is_open_book(ask, text):
             assert all(answer in whole for answer in [*shown, text(q.answers[0]).strip()])
 
 
+def test_xquad_wants_questions_behind_the_worked_ones(ask):
+    """A tokenizer of bytes may fit no paragraph at all."""
+    with pytest.raises(ValueError, match="expected paragraphs with more than 4 questions"):
+        xquad(ask(), tokens=150)
+
+
 def test_icl_asks_new_words_by_the_labels_shown(ask, text):
     task = icl(ask(), tokens=1024)
     for e in task.examples:

@@ -16,7 +16,7 @@ from sparsekv import lm_harness
 from sparsekv.cli import APP
 from sparsekv.hf.compat import cache_key
 from sparsekv.lm_harness.batches import Wanted, make_batches
-from sparsekv.policies import POLICIES, PyramidInfer, get_policy
+from sparsekv.policies import POLICIES, Planned, PyramidInfer, get_policy
 
 pytest.importorskip("lm_eval", reason="needs lm-eval: pip install sparsekv[eval]")
 from lm_eval.api.registry import get_model
@@ -102,12 +102,25 @@ def one_by_one(folder, policy, budget, pairs):
     return answers
 
 
-# duo wants gates; pyramidinfer a budget that pays for its tail.
-@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"duo", "pyramidinfer"}))
+# duo wants gates, planned a plan; pyramidinfer a budget that pays for its tail.
+@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"duo", "planned", "pyramidinfer"}))
 def test_a_batch_scores_what_each_pair_scores_alone(folder, sparse_class, policy):
     alone = one_by_one(folder, policy, 24, PAIRS)
     ours = sparse_class(**options(folder, policy=policy, budget=24, batch_size=4))
     close(ours.loglikelihood(instances(PAIRS), disable_tqdm=True), alone)
+
+
+def test_a_plan_and_gates_are_read_from_their_files(folder, sparse_class, tmp_path):
+    shares = [[1, 5], [8, 8], [2, 0]]
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps({"model": {"head_dim": None}, "shares": shares}))
+    ours = sparse_class(**options(folder, policy="planned", plan=str(file), budget=24))
+    alone = one_by_one(folder, Planned(shares=shares), 24, PAIRS)
+    close(ours.loglikelihood(instances(PAIRS), disable_tqdm=True), alone)
+    with pytest.raises(ValueError, match="expected plan with policy=planned, got 'snapkv'"):
+        sparse_class(**options(folder, policy="snapkv", plan=str(file)))
+    with pytest.raises(ValueError, match="expected gates with policy=duo, got 'snapkv'"):
+        sparse_class(**options(folder, policy="snapkv", gates=str(file)))
 
 
 def test_a_policy_without_padding_gets_rows_of_one_length(folder, sparse_class):

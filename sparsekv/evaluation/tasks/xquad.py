@@ -18,7 +18,11 @@ _Asked = tuple[str, str, str]  # id, question, answer
 
 
 def xquad(request: Request, tokens: int) -> Task:
-    """Contexts of as many whole paragraphs as fit in `tokens` tokens, with seven questions each."""
+    """Contexts of as many whole paragraphs as fit in `tokens` tokens, with seven questions each.
+
+    Raises:
+        ValueError: no data, or paragraphs too long in this tokenizer's tokens to leave a question.
+    """
     rng = random.Random(f"xquad {tokens} {request.seed}")
     tokenizer = request.tokenizer
     head = opening(tokenizer, _HEAD)
@@ -58,9 +62,14 @@ def _questions(
 ) -> tuple[Question, ...]:
     """Demonstrations and questions take turns at the paragraphs, so that all depths are asked."""
     rng.shuffle(asked)
-    depth = max(map(len, asked))
+    depth = max(map(len, asked), default=0)
     every = [questions[i] for i in range(depth) for questions in asked if i < len(questions)]
     demos, rest = every[:_DEMOS], every[_DEMOS : _DEMOS + _QUESTIONS]
+    if not rest:
+        raise ValueError(
+            f"expected paragraphs with more than {_DEMOS} questions in a context, got {len(every)}:"
+            " this tokenizer makes too many tokens of them"
+        )
     shown = "".join(f"\n\nQuestion: {question}\nAnswer: {answer}" for _, question, answer in demos)
     found = []
     for key, question, answer in rest:
