@@ -75,7 +75,7 @@ def evaluation(facts: dict[str, Any], folder: Path, link: Link) -> list[str]:
         for protocol in dict.fromkeys(row["protocol"] for row in cells):
             tables += _by_budget([r for r in cells if r["protocol"] == protocol], protocol)
         if task == AVERAGE:
-            parts += [*_best(cells), *tables]
+            parts += [*_best(cells), *tables, *_against(folder)]
         else:
             parts += [f"<details><summary>{task}</summary>\n", *tables, "</details>\n"]
     return [*parts, f"[All figures, with bytes and times]({link(folder / 'table.md')})\n"]
@@ -97,6 +97,37 @@ def _best(rows: Sequence[Row]) -> list[str]:
         beside = f" (left out, since they hold more: {', '.join(more)} the budget)" if more else ""
         lines.append(f"- {protocol}, budget {budget}, minus dense: {' · '.join(shown)}{beside}")
     return [*lines, ""]
+
+
+def _against(folder: Path) -> list[str]:
+    """Tables of paired differences of the average score to one policy, for each such file."""
+    parts = []
+    for file in sorted(folder.glob("against-*.csv")):
+        rows = [row for row in read_csv(file) if row["task"] == AVERAGE]
+        other = file.stem.removeprefix("against-")
+        parts.append(
+            f"<details><summary>Paired differences to {other} at the same budget</summary>\n\n"
+            "Over the tasks that both were run on. An interval without 0 is in bold; behind it, "
+            "how many times as many bytes, if not as many.\n"
+        )
+        for protocol in dict.fromkeys(row["protocol"] for row in rows):
+            mine = [row for row in rows if row["protocol"] == protocol]
+            budgets = sorted({row["budget"] for row in mine})
+            lines = [f"| {protocol} | {' | '.join(map(str, budgets))} |"]
+            lines.append("|---" * (len(budgets) + 1) + "|")
+            for policy in dict.fromkeys(row["policy"] for row in mine):
+                by_budget = {r["budget"]: _difference(r) for r in mine if r["policy"] == policy}
+                cells = [by_budget.get(budget, "not run") for budget in budgets]
+                lines.append(f"| {policy} | {' | '.join(cells)} |")
+            parts.append("\n".join([*lines, ""]))
+        parts.append("</details>\n")
+    return parts
+
+
+def _difference(row: Row) -> str:
+    text = f"{row['difference']:+.2f}{span(row, form='+.2f')}"
+    text = text if row["verdict"] == "open" else f"**{text}**"
+    return text if abs(row["ratio"] - 1) < _SLACK - 1 else f"{text} ({row['ratio']:.1f}×)"
 
 
 def _holds(row: Row) -> float:

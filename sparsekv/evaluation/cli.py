@@ -18,7 +18,7 @@ _EXAMPLES = (
     "Examples:\n\nsparsekv eval --smoke --data ../shared/data\n\n"
     "sparsekv eval --full --policies all --data data --device cuda --out results\n\n"
     "sparsekv eval --tasks needle-1k,icl-1k --budgets 64,0.25 --samples 20 --data data\n\n"
-    "sparsekv eval table results-1 results-2 --out results"
+    "sparsekv eval table results-1 results-2 --out results --against snapkv"
 )
 _HELP = {"help_option_names": ["-h", "--help"]}
 
@@ -163,12 +163,17 @@ def _fill(session: Session, results: Results, batch_tokens: int) -> None:
 def table(
     folders: Annotated[list[Path], typer.Argument(help="Folders that sparsekv eval has written.")],
     out: Annotated[Path, typer.Option(help="Folder for the table.")] = Path("."),
+    against: Annotated[
+        str | None,
+        typer.Option(help="A policy that all others are compared with, in a table of its own."),
+    ] = None,
 ) -> None:
     """Make one table of several folders, such as shards by policy of one evaluation."""
-    _write(folders, out)
+    _write(folders, out, against)
 
 
-def _write(folders: list[Path], out: Path) -> None:
+def _write(folders: list[Path], out: Path, against: str | None = None) -> None:
+    from sparsekv.evaluation import against as beside
     from sparsekv.evaluation.cells import merged
     from sparsekv.evaluation.frontier import points
     from sparsekv.evaluation.lines import averages
@@ -178,6 +183,8 @@ def _write(folders: list[Path], out: Path) -> None:
     cells, configs = merged(folders)
     for path in write(cells, configs, out):
         print(f"written: {path}")
+    if against is not None:
+        print(f"written: {beside.write(beside.differences(cells, against), against, out)}")
     found = points(averages(cells))
     try:
         title = f"{configs[0].get('model')}, seed {configs[0].get('seed')}"
