@@ -23,10 +23,10 @@ def llm_kwargs(
 ) -> dict[str, Any]:  # fmt: skip
     """Keyword arguments for `vllm.LLM`: `LLM(**llm_kwargs(model, policy="snapkv", budget=1024))`.
 
-    model: Hugging Face id or local folder. policy: "streaming", "snapkv", "layersplit", or "full":
-    vLLM as it is. budget: tokens a KV head keeps in each layer but the first `full_layers`; recent:
-    those of them that are the newest (None: the policy's choice). options: hyper-parameters of the
-    policy. Raises ValueError, with the reason, for settings or models that do not work.
+    model: Hugging Face id or local folder. policy: "streaming", "snapkv", "layersplit", "tova", or
+    "full": vLLM as it is. budget: tokens a KV head keeps in each layer but the first `full_layers`;
+    recent: those of them that are the newest (None: the policy's choice). options: hyper-parameters
+    of the policy. Raises ValueError, with the reason, for settings or models that do not work.
     """
     if policy == FULL:
         return {"model": model}

@@ -1,6 +1,6 @@
 """What a user asks for: `additional_config={"sparsekv": {"policy": ..., "budget": ...}}`.
 
-policy        "streaming", "snapkv", "layersplit"; "full" or no entry at all: vLLM as it is
+policy        "streaming", "snapkv", "layersplit", "tova"; "full" or no entry at all: vLLM as it is
 budget        tokens kept per KV head in each sparse layer, pinned and recent together
 full_layers   the first layers, which keep everything
 recent        of the budget, the newest tokens that are always kept; None: the policy's choice
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sparsekv.policies import POLICIES, LayerSplit, Policy, SnapKV, Streaming
+from sparsekv.policies import POLICIES, TOVA, LayerSplit, Policy, SnapKV, Streaming
 from sparsekv.policies.base import positive
 from sparsekv.vllm.layout import Layout
 
@@ -25,6 +25,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "snapkv": {},
     # 256 rows of queries, its default elsewhere, would take half as much memory as 1024 tokens.
     "layersplit": {"window_rows": 32},
+    "tova": {},
 }
 
 
@@ -68,7 +69,9 @@ class Settings:
         method = self.method
         if isinstance(method, SnapKV):
             return method.window
-        return method.window_rows if isinstance(method, LayerSplit) else 0
+        if isinstance(method, LayerSplit):
+            return method.window_rows
+        return 1 if isinstance(method, TOVA) else 0
 
     def layout(self, block_size: int) -> Layout:
         """Pinned blocks and recent tokens that make up the budget; ValueError if none do."""

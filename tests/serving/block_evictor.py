@@ -18,7 +18,7 @@ class BlockEvictor:
     """Layers from `full_layers` on hold `pinned` tokens and at least the newest `recent`.
 
     rows: newest queries that vote (0: the first tokens are pinned). kernel: max pooling, 1: none.
-    grows: nothing goes after the prompt.
+    grows: nothing goes after the prompt. one_set: all heads of a layer vote for the same tokens.
     """
 
     full_layers: int
@@ -28,6 +28,7 @@ class BlockEvictor:
     rows: int = 0
     kernel: int = 1
     grows: bool = False
+    one_set: bool = False
     queries: dict[int, list[Tensor]] = field(default_factory=dict)  # layer: [HQ, D] a position
     held: dict[int, list[Tensor]] = field(default_factory=dict)  # layer: positions a KV head
     prompt: int = 0
@@ -62,25 +63,29 @@ class BlockEvictor:
         """Before a step with `computed` tokens cached: drop what the layout no longer holds."""
         end = self.prompt if self.grows else computed
         edge = max(self.pinned, (end - self.recent) // self.block_size * self.block_size)
-        for head, positions in enumerate(self.held[layer]):
+        for head, positions in enumerate(list(self.held[layer])):
             old = positions[positions < edge]
             if len(old) <= self.pinned:
                 continue
             if self.rows == 0:
                 kept = old[: self.pinned]
             else:
-                votes = self._votes(layer, head, keys[head], positions, computed, group, scaling)
+                votes = self._votes(layer, head, keys, positions, computed, group, scaling)
                 kept = self._best(votes[: len(old)], old)
             self.held[layer][head] = torch.cat([kept, positions[positions >= edge]])
 
     def _votes(self, layer, head, keys, positions, computed, group, scaling) -> Tensor:
+        if self.one_set:
+            every = range(len(self.held[layer]) * group)
+        else:
+            every = range(head * group, (head + 1) * group)
         rows = torch.arange(max(0, computed - self.rows), computed)
         queries = torch.stack([self.queries[layer][i] for i in rows])  # [R, HQ, D]
         hidden = positions[None] > rows[:, None]
         total = torch.zeros(len(positions))
-        for g in range(group):
-            logits = queries[:, head * group + g] @ keys[positions].T * scaling
-            total += logits.masked_fill(hidden, -torch.inf).softmax(-1).sum(0) / group
+        for h in every:
+            logits = queries[:, h] @ keys[h // group][positions].T * scaling
+            total += logits.masked_fill(hidden, -torch.inf).softmax(-1).sum(0) / len(every)
         return total
 
     def _best(self, votes: Tensor, old: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ CASES = {
     "streaming": ({"sinks": 128, "budget": 384}, {}),
     "snapkv": ({"budget": 384, "recent": 256}, {"rows": 32, "kernel": 7, "grows": True}),
     "layersplit": ({"budget": 384, "recent": 256}, {"rows": 32}),
+    "tova": ({"budget": 384, "recent": 256}, {"rows": 1, "one_set": True}),
 }
 
 

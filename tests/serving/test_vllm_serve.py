@@ -30,6 +30,7 @@ def config(**changes: object) -> SimpleNamespace:
         "kv_transfer_config": None,
         "speculative_config": None,
         "parallel_config.decode_context_parallel_size": 1,
+        "parallel_config.tensor_parallel_size": 1,
         "scheduler_config.disable_hybrid_kv_cache_manager": False,
     }
     found = SimpleNamespace()
@@ -62,6 +63,13 @@ def test_what_does_not_go_together(change: str, value: object, match: str) -> No
     check(config(), settings)
     with pytest.raises(ValueError, match=match):
         check(config(**{change: value}), settings)
+
+
+def test_tova_needs_all_heads() -> None:
+    ranks = config(**{"parallel_config.tensor_parallel_size": 2})
+    check(ranks, Settings("snapkv", 512))
+    with pytest.raises(ValueError, match="tensor_parallel_size=1"):
+        check(ranks, Settings("tova", 512))
 
 
 def test_streaming_takes_a_quantised_cache() -> None:
