@@ -95,10 +95,24 @@ def test_plan_and_command() -> None:
 
 
 @needs_vllm
+def test_plan_of_tiers() -> None:
+    from sparsekv.vllm import llm_kwargs
+    from sparsekv.vllm.launch import plan
+
+    lines = plan(llm_kwargs(model(), policy="pyramid", budget=384, recent=256)).splitlines()
+    tiers = ", ".join(f"9 keep {n} pinned and 256 recent" for n in (224, 128, 32))
+    assert f"3 layers keep every token, {tiers} tokens a KV head and what is" in lines[0]
+    # 4000 tokens: 125 blocks, of which the first 117 but for the pinned ones go; and a new one.
+    held = 3 * 125 + 9 * (7 + 9) + 9 * (4 + 9) + 9 * (1 + 9)
+    assert f"{30 * 125 / held:.1f} times" in lines[3]
+
+
+@needs_vllm
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
         ({"full_layers": 30}, "full_layers below 30"),
+        ({"policy": "pyramid", "tiers": 4}, "equal size, got 27: full_layers=2 or 6 would do"),
         ({"policy": "h2o"}, "policy to be one of"),
         ({"budget": 40}, "whole blocks"),
     ],
