@@ -25,10 +25,10 @@ def llm_kwargs(
     """Keyword arguments for `vllm.LLM`: `LLM(**llm_kwargs(model, policy="snapkv", budget=1024))`.
 
     model: Hugging Face id or local folder. policy: "streaming", "snapkv", "pyramid",
-    "layersplit", "tova", or "full": vLLM as it is. budget: tokens a KV head keeps in each layer but
-    the first `full_layers`, for "pyramid" on average; recent: those of them that are the newest
-    (None: the policy's choice). options: hyper-parameters of the policy. Raises ValueError, with
-    the reason, for settings or models that do not work.
+    "layersplit", "h2o", "tova", or "full": vLLM as it is. budget: tokens a KV head keeps in each
+    layer but the first `full_layers`, for "pyramid" on average; recent: those of them that are the
+    newest (None: the policy's choice). options: hyper-parameters of the policy. Raises ValueError,
+    with the reason, for settings or models that do not work.
     """
     if policy == FULL:
         return {"model": model}

@@ -61,6 +61,9 @@ def test_slots_are_kept_and_given_again() -> None:
         ({"policy": "layersplit", "budget": 1024}, 24, 256),
         ({"policy": "layersplit", "budget": 384, "recent": 256}, 4, 256),
         ({"policy": "tova", "budget": 1024}, 31, 32),
+        ({"policy": "h2o", "budget": 1024}, 16, 512),
+        ({"policy": "h2o", "budget": 1000, "options": {"heavy_fraction": 0.1}}, 3, 904),
+        ({"policy": "h2o", "budget": 384, "recent": 256}, 4, 256),
     ],
 )
 def test_budgets(entry: dict, pinned: int, recent: int) -> None:
@@ -95,7 +98,14 @@ def test_settings_that_are_refused(entry: dict, match: str) -> None:
         parse({"sparsekv": entry})
 
 
-@pytest.mark.parametrize("settings", [Settings("snapkv", 40, 3), Settings("snapkv", 512, 3, 100)])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        Settings("snapkv", 40, 3),
+        Settings("snapkv", 512, 3, 100),
+        Settings("h2o", 512, options={"heavy_fraction": 0.05}),
+    ],
+)
 def test_budgets_of_broken_blocks(settings: Settings) -> None:
     with pytest.raises(ValueError, match="whole blocks of 32"):
         settings.layout(32)
