@@ -130,6 +130,8 @@ class Settings:
         method = self.method
         if isinstance(method, Streaming) and method.positions != "original":
             raise ValueError(f"expected positions='original', got {method.positions!r}")
+        if self.policy == "h2o" and self.recent is not None and "heavy_fraction" in self.options:
+            raise ValueError("expected recent or heavy_fraction, which is the rest, got both")
         if isinstance(method, Pyramid):
             positive(_TIERS, self.tiers, at_least=2)
             if method.rounding != "exact":

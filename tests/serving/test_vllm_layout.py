@@ -84,6 +84,10 @@ def test_nothing_is_asked_for() -> None:
         ({"policy": "nope", "budget": 1}, "policy to be one of"),
         ({"policy": "tova", "budget": 512, "options": {"window": 3}}, "options of tova"),
         ({"policy": "snapkv", "budget": 512, "options": {"tiers": 2}}, "options of snapkv"),
+        (
+            {"policy": "h2o", "budget": 512, "recent": 64, "options": {"heavy_fraction": 0.5}},
+            "both",
+        ),
         ({"policy": "pyramid", "budget": 512, "options": {"tiers": 1}}, "tiers"),
         ({"policy": "pyramid", "budget": 512, "options": {"rounding": "official"}}, "exact"),
         ({"policy": "snapkv", "budget": 0}, "budget"),

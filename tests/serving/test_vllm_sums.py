@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from sparsekv.kernels.column_scores import column_scores_triton
 from sparsekv.kernels.paged_sums import add_attention_triton
+from sparsekv.kernels.prefill import prefill_triton
+from sparsekv.kernels.topk import select_topk_triton
 from sparsekv.vllm.compaction import Scorer, cuts
 from sparsekv.vllm.layout import Layout
 from sparsekv.vllm.plain_cache import PlainBlocks
@@ -19,6 +22,11 @@ from sparsekv.vllm.sums import Adder, apply_sums, provide_sums, readings
 HK, G, D, SIZE = 2, 2, 16, 16
 SCALE = D**-0.5
 LAYOUT = Layout(SIZE, 2, 24, False)
+KERNELS = {
+    "prefill_attention": prefill_triton,
+    "column_scores": column_scores_triton,
+    "select_topk": select_topk_triton,
+}
 
 
 class Request:
@@ -54,7 +62,7 @@ class Request:
 
 
 class Server:
-    """Blocks of one layer; single: decode steps by the GPU's kernel, otherwise all by readings."""
+    """Blocks of one layer; single: decode steps by their own kernel, otherwise all by readings."""
 
     def __init__(self, single: bool) -> None:
         self.single, self.gen = single, torch.Generator().manual_seed(0)
@@ -144,6 +152,8 @@ class Server:
 @pytest.mark.parametrize("single", [False, True], ids=["cpu", "gpu"])
 def test_sums_and_choices(single: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sparsekv.vllm.sums.MAX_TOKENS", 100)  # readings in parts, too
+    for name, run in KERNELS.items() if single else ():
+        monkeypatch.setattr(f"sparsekv.vllm.sums.{name}", run)
     server = Server(single)
     first, second, third = Request(100), Request(45), Request(130)
     server.running = [first, second]
