@@ -23,7 +23,7 @@ POLICIES = [f for f in POLICIES if Path(f).stem not in POLICY_HELPERS]
 
 MAX_FILE, MAX_FUNCTION, MAX_KERNEL = 400, 40, 120
 # callers -> attention -> kernels, cache, policies; cache -> kernels.
-CALLERS = {"bench", "diagnose", "hf", "vllm", "engine", "parallel", "reuse", "cli"}
+CALLERS = {"bench", "diagnose", "evaluation", "hf", "lm_harness", "vllm", "cli"}
 MAY_IMPORT = {"cache": {"cache", "kernels"}, "policies": {"policies"}, "kernels": {"kernels"}}
 THIRD_PARTY = {"policies": {"torch"}, "kernels": {"torch", "triton"}}
 ENVIRONMENT = ("os.environ", "os.getenv")
