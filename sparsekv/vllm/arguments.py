@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from sparsekv.vllm.register import MODELS
 from sparsekv.vllm.settings import FULL, KEY, Settings
 from sparsekv.vllm.tiers import tier_of
 
@@ -34,14 +35,16 @@ def llm_kwargs(
         return {"model": model}
     settings = Settings(policy, budget, full_layers, recent, options)
     layout = settings.layout(block_size)
-    layers = sparse_layers(read_config(model), settings)
+    config = read_config(model)
+    layers = sparse_layers(config, settings)
     entry = {"policy": policy, "budget": budget, "full_layers": full_layers, "options": options}
     entry |= {} if recent is None else {"recent": recent}
     # On a CPU vLLM knows one backend, which the plugin extends under its name.
     choice = {"attention_config": {"backend_per_kind": {"sliding_window": "CUSTOM"}}}
+    windows = {"layer_types": layers, "sliding_window": layout.recent}
     return {
         "model": model,
-        "hf_overrides": {"layer_types": layers, "sliding_window": layout.recent},
+        "hf_overrides": {**windows, **_own_model(config)},
         "additional_config": {KEY: entry},
         "enable_prefix_caching": False,
         "block_size": block_size,
@@ -77,6 +80,8 @@ def sparse_layers(config: Any, settings: Settings) -> list[str]:
         raise ValueError("expected no MLA: its cache has no KV heads to choose tokens for")
     if getattr(text, "num_kv_shared_layers", 0):
         raise ValueError("expected no KV sharing: layers would choose tokens for each other")
+    if getattr(text, "dual_chunk_attention_config", None):
+        raise ValueError("expected no dual chunk attention: it has a backend of its own")
     tier_of(count - 1, count, settings.full_layers, settings.tiers)
     _check_architecture(getattr(config, "architectures", None) or ())
     return ["full_attention"] * settings.full_layers + ["sliding_attention"] * (
@@ -84,11 +89,19 @@ def sparse_layers(config: Any, settings: Settings) -> list[str]:
     )
 
 
+def _own_model(config: Any) -> dict[str, list[str]]:
+    """The override that asks for a model of ours, if there is one for the model's architecture."""
+    names = [MODELS[n] for n in getattr(config, "architectures", None) or () if n in MODELS]
+    return {"architectures": names} if names else {}
+
+
 def _check_architecture(architectures: Sequence[str]) -> None:
-    """ValueError unless vLLM's model file builds each layer as `layer_types` says."""
+    """ValueError unless vLLM's model file, or ours, builds each layer as `layer_types` says."""
     from vllm.model_executor.models.registry import ModelRegistry
 
     for name in architectures:
+        if name in MODELS:
+            return
         entry = ModelRegistry.models.get(name)
         module = getattr(entry, "module_name", None)
         spec = importlib.util.find_spec(module) if module else None

@@ -6,10 +6,16 @@ from sparsekv.vllm import compat
 
 CPU_BACKEND = "sparsekv.vllm.cpu.SparseCPUBackend"
 GPU_BACKEND = "sparsekv.vllm.gpu.SparseFlashBackend"
+# Models of ours, by the name of vLLM's that each stands for.
+MODELS = {
+    "Qwen2ForCausalLM": "SparseQwen2ForCausalLM",
+    "Qwen3ForCausalLM": "SparseQwen3ForCausalLM",
+}
 
 
 def register() -> None:
-    """Make the sparse spec, its manager and the backends known. Nothing is used until asked for."""
+    """Make the sparse spec, its manager, the backends and the models known, to be asked for."""
+    from vllm import ModelRegistry
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
     from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
@@ -23,4 +29,6 @@ def register() -> None:
         register_backend(AttentionBackendEnum.CPU_ATTN, CPU_BACKEND)
     else:
         register_backend(AttentionBackendEnum.CUSTOM, GPU_BACKEND)
+    for name in MODELS.values():
+        ModelRegistry.register_model(name, f"sparsekv.vllm.qwen:{name}")
     compat.apply()

@@ -89,11 +89,23 @@ def generate(
     lengths: tuple[int, ...], new_tokens: int, settings: dict, abort: dict | None = None, **kwargs
 ) -> dict:
     """What `engine_worker` reports for prompts of these lengths, with `llm_kwargs(**settings)`."""
+    return run(model(), prompts(lengths), new_tokens, settings, abort, **kwargs)
+
+
+def run(
+    folder: str,
+    prompts: list[list[int]],
+    new_tokens: int | list[int],
+    settings: dict,
+    abort: dict | None = None,
+    **kwargs,
+) -> dict:
+    """The same for any model and prompts."""
     from sparsekv.vllm import llm_kwargs
 
     job = {
-        "kwargs": {**PLAIN, **llm_kwargs(model(), **settings), **kwargs},
-        "prompts": prompts(lengths),
+        "kwargs": {**PLAIN, **llm_kwargs(folder, **settings), **kwargs},
+        "prompts": prompts,
         "new_tokens": new_tokens,
         "abort": abort or {},
     }

@@ -126,16 +126,16 @@ def test_refused_before_anything_is_loaded(changes: dict, match: str) -> None:
 
 @needs_vllm
 def test_models_that_would_not_obey() -> None:
-    from transformers import LlamaConfig, Qwen2Config
+    from transformers import LlamaConfig, Qwen3MoeConfig
 
     from sparsekv.vllm.arguments import sparse_layers
 
     settings = Settings("snapkv", 512)
     fine = LlamaConfig(num_hidden_layers=6, architectures=["LlamaForCausalLM"])
     assert sparse_layers(fine, settings).count("sliding_attention") == 3
-    qwen = Qwen2Config(num_hidden_layers=6, architectures=["Qwen2ForCausalLM"])
+    experts = Qwen3MoeConfig(num_hidden_layers=6, architectures=["Qwen3MoeForCausalLM"])
     with pytest.raises(ValueError, match="per_layer_sliding_window"):
-        sparse_layers(qwen, settings)
+        sparse_layers(experts, settings)
     fine.sliding_window = 64
     with pytest.raises(ValueError, match="full-attention layers"):
         sparse_layers(fine, settings)
