@@ -1,8 +1,8 @@
 """Qwen2, Qwen2.5 and dense Qwen3 for vLLM, with layers windowed as `layer_types` says.
 
-vLLM's own files for them build all layers alike. Its Llama takes any kind of layer, Qwen3's too, and
-builds Qwen2's but for the biases: so these models are vLLM's Llama with layers of Qwen. `register`
-makes them known under the names of the classes, and `llm_kwargs` asks for them by name.
+vLLM's own files for them build all layers alike. Its Llama takes any kind of layer, Qwen3's too,
+and builds Qwen2's but for the biases: so these models are vLLM's Llama with layers of Qwen.
+`register` makes them known under the names of the classes, `llm_kwargs` asks for them by name.
 """
 
 from __future__ import annotations
