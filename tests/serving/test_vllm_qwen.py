@@ -82,10 +82,10 @@ def test_what_vllm_is_told(name: str, tmp_path) -> None:
     from sparsekv.vllm import llm_kwargs
 
     CONFIGS[name](architectures=[name]).save_pretrained(tmp_path)
-    got = llm_kwargs(str(tmp_path), policy="snapkv", budget=512, full_layers=2)
+    got = llm_kwargs(str(tmp_path), policy="snapkv", budget=512, recent=256, full_layers=2)
     assert got["hf_overrides"] == {
         "layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 4,
-        "sliding_window": got["hf_overrides"]["sliding_window"],
+        "sliding_window": 256,
         "architectures": [f"Sparse{name}"],
     }
     assert llm_kwargs(str(tmp_path), policy="full") == {"model": str(tmp_path)}
