@@ -1,8 +1,10 @@
 """One vLLM engine in a process of its own: `python engine_worker.py JOB.json OUT.json`.
 
-JOB: {"kwargs": for vllm.LLM, "prompts": token ids, "new_tokens": int, "abort": {request: step}}.
+JOB: {"kwargs": for vllm.LLM, "prompts": token ids, "new_tokens": int or one a prompt,
+"abort": {request: step}}.
 OUT: tokens and log-probabilities of each request, KV bytes in use after every step and how many
-requests had finished then, preemptions, and blocks not given back, all from vLLM's own block pool.
+requests had finished then, preemptions, how many tokens of an aborted request were cached, and
+blocks not given back, all from vLLM's own block pool.
 """
 
 from __future__ import annotations
@@ -25,15 +27,16 @@ def run(job: dict) -> dict:
     # Groups of layers share the pool's tensors: a block is one part in num_blocks of all of it.
     block_bytes = job["kwargs"]["kv_cache_memory_bytes"] / config.num_blocks
     free = pool.get_num_free_blocks()
-    params = SamplingParams(
-        temperature=0, max_tokens=job["new_tokens"], ignore_eos=True, logprobs=0
-    )
+    new = job["new_tokens"]
     for i, prompt in enumerate(job["prompts"]):
+        count = new if isinstance(new, int) else new[i]
+        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, logprobs=0)
         engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
-    done, used, finished, preempted, step = {}, [], [], {}, 0
+    done, used, finished, preempted, aborted, step = {}, [], [], {}, {}, 0
     while engine.has_unfinished_requests():
         for request, when in job.get("abort", {}).items():
             if when == step:
+                aborted |= _cached(core.scheduler, request)
                 engine.abort_request([request])
         for output in engine.step():
             if output.finished:
@@ -55,9 +58,16 @@ def run(job: dict) -> dict:
         "used_bytes": used,
         "finished": finished,
         "preempted": preempted,
+        "aborted": aborted,
         "leaked_blocks": free - pool.get_num_free_blocks(),
         "left_behind": _left_behind(core.scheduler),
     }
+
+
+def _cached(scheduler, request: str) -> dict[str, int]:
+    """{request: its cached tokens}; empty if it is no longer there."""
+    every = {r.request_id.split("-")[0]: r for r in scheduler.requests.values()}
+    return {request: every[request].num_computed_tokens} if request in every else {}
 
 
 def _left_behind(scheduler) -> int:
