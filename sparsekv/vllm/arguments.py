@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from sparsekv.vllm.settings import FULL, KEY, Settings
+from sparsekv.vllm.tiers import tier_of
 
 BLOCK_SIZE = 32
 # A model file of vLLM that says these builds each layer as `layer_types` tells it; those that build
@@ -23,10 +24,11 @@ def llm_kwargs(
 ) -> dict[str, Any]:  # fmt: skip
     """Keyword arguments for `vllm.LLM`: `LLM(**llm_kwargs(model, policy="snapkv", budget=1024))`.
 
-    model: Hugging Face id or local folder. policy: "streaming", "snapkv", "layersplit", or "full":
-    vLLM as it is. budget: tokens a KV head keeps in each layer but the first `full_layers`; recent:
-    those of them that are the newest (None: the policy's choice). options: hyper-parameters of the
-    policy. Raises ValueError, with the reason, for settings or models that do not work.
+    model: Hugging Face id or local folder. policy: "streaming", "snapkv", "pyramid",
+    "layersplit", "tova", or "full": vLLM as it is. budget: tokens a KV head keeps in each layer but
+    the first `full_layers`, for "pyramid" on average; recent: those of them that are the newest
+    (None: the policy's choice). options: hyper-parameters of the policy. Raises ValueError, with
+    the reason, for settings or models that do not work.
     """
     if policy == FULL:
         return {"model": model}
@@ -75,6 +77,7 @@ def sparse_layers(config: Any, settings: Settings) -> list[str]:
         raise ValueError("expected no MLA: its cache has no KV heads to choose tokens for")
     if getattr(text, "num_kv_shared_layers", 0):
         raise ValueError("expected no KV sharing: layers would choose tokens for each other")
+    tier_of(count - 1, count, settings.full_layers, settings.tiers)
     _check_architecture(getattr(config, "architectures", None) or ())
     return ["full_attention"] * settings.full_layers + ["sliding_attention"] * (
         count - settings.full_layers

@@ -7,11 +7,13 @@ Builders, which are given a configuration, refuse a spec that does not fit it.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, ClassVar
 
 from sparsekv.vllm.refusals import check
 from sparsekv.vllm.settings import Settings, parse
 from sparsekv.vllm.spec import PinnedWindowSpec
+from sparsekv.vllm.tiers import tier_of
 
 
 class Built:
@@ -30,24 +32,55 @@ class Built:
         return settings
 
     @classmethod
-    def spec(cls, spec: Any) -> Any:
+    def spec(cls, spec: Any, tier: int | None) -> Any:
         """A windowed layer's spec as a sparse one, if the engine has settings."""
         from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
         if cls.settings is None or type(spec) is not SlidingWindowSpec:
             return spec
-        return PinnedWindowSpec.of(spec, cls.settings, cls.block_size)
+        if tier is None and cls.settings.tiers > 1:
+            raise ValueError("expected layers that know their tier, got one not yet loaded")
+        return PinnedWindowSpec.of(spec, cls.settings, cls.block_size, tier or 0)
 
 
-def settings_of(spec: Any, config: Any) -> Settings | None:
+def know_tier(impl: Any, backend: type, config: Any) -> None:
+    """Called by a sparse layer's implementation once the model is loaded: gives the layer a backend
+    of its tier, so that the backend, a class, knows which layers it is asked about."""
+    settings = parse(config.additional_config)
+    if settings is None or settings.tiers == 1:
+        return
+    for name, layer in config.compilation_config.static_forward_context.items():
+        if getattr(layer, "impl", None) is impl:
+            layer.attn_backend = _of_tier(backend, _tier(name, settings, config))
+
+
+@functools.cache
+def _of_tier(backend: type, tier: int) -> type:
+    return type(f"{backend.__name__}{tier}", (backend,), {"tier": tier})
+
+
+def _tier(name: str, settings: Settings, config: Any) -> int:
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    layers = config.model_config.hf_text_config.num_hidden_layers
+    return tier_of(extract_layer_index(name), layers, settings.full_layers, settings.tiers)
+
+
+def settings_of(spec: Any, names: list[str], config: Any) -> Settings | None:
     """The settings of a builder's layers, None: dense. ValueError if spec is another engine's."""
     from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
     settings = parse(config.additional_config)
     if not isinstance(spec, SlidingWindowSpec):
         return None
-    wanted = settings.layout(spec.block_size) if settings is not None else None
     found = spec.layout if isinstance(spec, PinnedWindowSpec) else None
-    if wanted != found:
-        raise ValueError(f"expected layers of {wanted}, got {found}: two engines in one process?")
+    for name in names:
+        wanted = None
+        if settings is not None:
+            tier = _tier(name, settings, config) if settings.tiers > 1 else 0
+            wanted = settings.layout(spec.block_size, tier)
+        if wanted != found:
+            raise ValueError(
+                f"expected {name} to be {wanted}, got {found}: two engines in one process?"
+            )
     return settings

@@ -6,6 +6,8 @@ queries, those of the last tokens held, and A the softmax over all n tokens held
 
     score_j = pool( reduce_{h in group} sum_{i in last R} A_hij )        candidates j; [HK, n]
 
+"layer_mean" averages over all HQ heads: the layer's KV heads then keep the same tokens.
+
 At the end of a prompt all of it is held, so these are SnapKV's scores; later they are a window sum
 over what is left. Candidates are older than the R queries, so every query sees every candidate.
 Slots stay in order of position: kept ones move up, never past each other.
@@ -26,6 +28,7 @@ from torch import Tensor
 from sparsekv.kernels.column_scores import column_scores
 from sparsekv.kernels.prefill import prefill_attention
 from sparsekv.kernels.topk import select_topk
+from sparsekv.policies import TOVA
 from sparsekv.policies.base import pool_columns
 from sparsekv.vllm.layout import Ints, Layout
 from sparsekv.vllm.rows import Step
@@ -39,9 +42,9 @@ class Scorer:
     """How queries vote: the newest `rows`, reduced over the heads of a `group`, then pooled."""
 
     rows: int
-    group: Literal["mean", "max", "sum"]
-    pool: str
-    kernel: int
+    group: Literal["mean", "max", "sum", "layer_mean"]
+    pool: str = "none"
+    kernel: int = 1
 
     @classmethod
     def of(cls, settings: Settings) -> Scorer | None:
@@ -49,6 +52,8 @@ class Scorer:
         method: Any = settings.method
         if not settings.scored:
             return None
+        if isinstance(method, TOVA):
+            return cls(settings.rows, "layer_mean")
         return cls(settings.rows, method.group, method.pool, method.kernel)
 
 
@@ -130,12 +135,12 @@ def best_slots(
     q = queries.flatten(0, 1)
     same: dict[str, Any] = {"softmax_scale": scale, "softcap": softcap, "seqused_k": cut.used}
     _, lse = prefill_attention(q, keys, keys, *packed, **same)  # only the lse is wanted
-    columns = column_scores(q, keys, lse, *packed, group=scorer.group, **same)  # [M, HK, n]
-    heads = columns.shape[1]
+    columns = column_scores(q, keys, lse, *packed, group=scorer.group, **same)
+    heads = columns.shape[1]  # HK choices, or the one of all heads
     lengths = cut.candidates[:, None].expand(-1, heads)
     scores = pool_columns(columns, scorer.kernel, scorer.pool, lengths)
     index, _ = select_topk(scores.flatten(0, 1).contiguous(), lengths.flatten(), keep)
-    return index.view(requests, heads, keep).long()
+    return index.view(requests, heads, keep).long().expand(-1, keys.shape[1], -1)
 
 
 def apply(

@@ -5,7 +5,7 @@ Without settings every class here does what its parent does.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from sparsekv.vllm.built import Built, settings_of
+from sparsekv.vllm.built import Built, know_tier, settings_of
 from sparsekv.vllm.compaction import Scorer, apply, cuts
 from sparsekv.vllm.cpu_cache import PackedBlocks
 from sparsekv.vllm.rows import Step, Tracker, shorten, store_queries
@@ -27,6 +27,8 @@ from sparsekv.vllm.spec import PinnedWindowSpec
 
 class SparseCPUBackend(CPUAttentionBackend):
     """CPU_ATTN whose windowed layers are sparse if the user asked for it."""
+
+    tier: ClassVar[int | None] = None  # see know_tier
 
     @staticmethod
     def get_impl_cls() -> type[SparseCPUImpl]:
@@ -41,7 +43,7 @@ class SparseCPUBackend(CPUAttentionBackend):
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         """A windowed layer's spec becomes a sparse one."""
-        return Built.spec(super().customize_spec(spec))
+        return Built.spec(super().customize_spec(spec), cls.tier)
 
 
 class SparseCPUImpl(CPUAttentionBackendImpl):
@@ -54,6 +56,7 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         config = get_current_vllm_config()
         settings = Built.note(config)
         self.ring: Tensor | None = None
+        self._config = config if sliding_window is not None else None
         if settings is not None:
             if sliding_window is not None and settings.rows:
                 slots = config.scheduler_config.max_num_seqs
@@ -61,6 +64,12 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
             sliding_window = None
         heads = (num_heads, head_size, scale, num_kv_heads)
         super().__init__(*heads, alibi_slopes, sliding_window, *args, **kwargs)
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """As CPU_ATTN; all layers are there now."""
+        super().process_weights_after_loading(act_dtype)
+        if self._config is not None:
+            know_tier(self, SparseCPUBackend, self._config)
 
     def forward(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor,
@@ -83,7 +92,7 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._tracker: Tracker | None = None
-        settings = settings_of(kv_cache_spec, vllm_config)
+        settings = settings_of(kv_cache_spec, layer_names, vllm_config)
         if settings is not None:
             assert isinstance(kv_cache_spec, PinnedWindowSpec)
             self._scorer = Scorer.of(settings)

@@ -8,7 +8,7 @@ device. Cuts are made there, too; a forward pass only keeps its queries.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from vllm.v1.attention.backends.flash_attn import (
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from sparsekv.kernels.block_tables import shorten_tables, store_queries
-from sparsekv.vllm.built import Built, settings_of
+from sparsekv.vllm.built import Built, know_tier, settings_of
 from sparsekv.vllm.compaction import Scorer, apply, cuts
 from sparsekv.vllm.plain_cache import PlainBlocks
 from sparsekv.vllm.rows import Step, Tracker
@@ -41,6 +41,8 @@ class Kept(NamedTuple):
 
 class SparseFlashBackend(FlashAttentionBackend):
     """FlashAttention over pinned and recent blocks."""
+
+    tier: ClassVar[int | None] = None  # see know_tier
 
     @staticmethod
     def get_name() -> str:
@@ -60,7 +62,7 @@ class SparseFlashBackend(FlashAttentionBackend):
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         """A windowed layer's spec becomes a sparse one."""
-        return Built.spec(spec)
+        return Built.spec(spec, cls.tier)
 
 
 class SparseFlashImpl(FlashAttentionImpl):
@@ -70,7 +72,7 @@ class SparseFlashImpl(FlashAttentionImpl):
         self, num_heads: int, head_size: int, scale: float, num_kv_heads: int,
         alibi_slopes: list[float] | None, sliding_window: int | None, *args: Any, **kwargs: Any,
     ) -> None:  # fmt: skip
-        config = get_current_vllm_config()
+        self._config = config = get_current_vllm_config()
         settings = Built.note(config)
         if settings is None:
             raise ValueError("expected additional_config['sparsekv'] with backend CUSTOM, got none")
@@ -80,6 +82,11 @@ class SparseFlashImpl(FlashAttentionImpl):
             self.ring = torch.zeros(shape, dtype=config.model_config.dtype)
         heads = (num_heads, head_size, scale, num_kv_heads)
         super().__init__(*heads, alibi_slopes, None, *args, **kwargs)
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """As FlashAttention; all layers are there now."""
+        super().process_weights_after_loading(act_dtype)
+        know_tier(self, SparseFlashBackend, self._config)
 
     def forward(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor,
@@ -106,7 +113,7 @@ class SparseFlashBuilder(FlashAttentionMetadataBuilder):
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: Any, device: Any
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        settings = settings_of(kv_cache_spec, vllm_config)
+        settings = settings_of(kv_cache_spec, layer_names, vllm_config)
         if settings is None or not isinstance(kv_cache_spec, PinnedWindowSpec):
             raise ValueError(f"expected sparse layers with backend CUSTOM, got {kv_cache_spec}")
         self._layout, self._scorer = kv_cache_spec.layout, Scorer.of(settings)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sparsekv.vllm.arguments import read_config
+from sparsekv.vllm.layout import Layout
 from sparsekv.vllm.settings import Settings, parse
+from sparsekv.vllm.tiers import padded
 
 SERVER = "vllm.entrypoints.openai.api_server"
 _TOKENS = (1000, 4000, 16000)
@@ -41,19 +43,19 @@ def plan(kwargs: Mapping[str, Any]) -> str:
     config = read_config(kwargs["model"]).get_text_config()
     if settings is None:
         return f"dense: all {config.num_hidden_layers} layers keep every token"
-    layout = settings.layout(kwargs["block_size"])
-    sparse = config.num_hidden_layers - settings.full_layers
-    pinned = layout.pinned_blocks * layout.block_size
+    layouts = settings.layouts(kwargs["block_size"])
+    size, grows = layouts[0].block_size, layouts[0].grows
+    share = (config.num_hidden_layers - settings.full_layers) // len(layouts)
+    tiers = [f"{share} keep {t.pinned_blocks * size} pinned and {t.recent} recent" for t in layouts]
     lines = [
-        f"{settings.policy}: {settings.full_layers} layers keep every token, {sparse} keep "
-        f"{pinned} pinned and {layout.recent} recent tokens a KV head"
-        f"{' and what is generated' if layout.grows else ''}, in blocks of {layout.block_size}",
+        f"{settings.policy}: {settings.full_layers} layers keep every token, {', '.join(tiers)} "
+        f"tokens a KV head{' and what is generated' if grows else ''}, in blocks of {size}",
         "while a prompt is read it is held whole; then, in MiB of KV a request:",
     ]
-    block = _token_bytes(config) * layout.block_size
+    block = _token_bytes(config) * size
     for tokens in _TOKENS:
-        dense = config.num_hidden_layers * -(-tokens // layout.block_size)
-        held = _held(settings, layout, config.num_hidden_layers, tokens)
+        dense = config.num_hidden_layers * -(-tokens // size)
+        held = _held(settings, layouts, config.num_hidden_layers, tokens)
         mib = [blocks * block / 2**20 for blocks in (held, dense)]
         lines.append(
             f"  {tokens:6} tokens: {mib[0]:8.1f}, dense {mib[1]:8.1f}: {dense / held:.1f} times as "
@@ -62,11 +64,13 @@ def plan(kwargs: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _held(settings: Settings, layout: Any, layers: int, tokens: int) -> int:
+def _held(settings: Settings, layouts: Sequence[Layout], layers: int, tokens: int) -> int:
     """Blocks of all layers for a request whose prompt of `tokens` has just been read."""
-    full = -(-tokens // layout.block_size)
-    sparse = layout.held_blocks(tokens + 1, tokens)
-    return settings.full_layers * full + (layers - settings.full_layers) * sparse
+    counts = [settings.full_layers] if settings.full_layers else []
+    full = [-(-tokens // layouts[0].block_size) for _ in counts]
+    counts += [(layers - settings.full_layers) // len(layouts)] * len(layouts)
+    sparse = [layout.held_blocks(tokens + 1, tokens) for layout in layouts]
+    return sum(n * held for n, held in zip(padded(counts), full + sparse, strict=True))
 
 
 def _token_bytes(config: Any) -> int:

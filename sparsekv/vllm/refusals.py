@@ -31,11 +31,7 @@ def _findings(config: Any, settings: Settings) -> list[tuple[bool, str, str]]:
             "rejected tokens would already have pushed others out",
         ),
         (bool(model.use_mla), "no MLA", "its cache has no KV heads to choose tokens for"),
-        (
-            config.parallel_config.decode_context_parallel_size > 1,
-            "decode_context_parallel_size=1",
-            "a rank would see a part of each request only",
-        ),
+        *_ranks(config.parallel_config, settings),
         (
             bool(cache.kv_sharing_fast_prefill),
             "kv_sharing_fast_prefill=False",
@@ -50,5 +46,21 @@ def _findings(config: Any, settings: Settings) -> list[tuple[bool, str, str]]:
             bool(config.scheduler_config.disable_hybrid_kv_cache_manager),
             "the hybrid KV cache manager",
             "without it every layer holds every block",
+        ),
+    ]
+
+
+def _ranks(parallel: Any, settings: Settings) -> list[tuple[bool, str, str]]:
+    local = settings.method.tensor_parallel == "local"
+    return [
+        (
+            parallel.decode_context_parallel_size > 1,
+            "decode_context_parallel_size=1",
+            "a rank would see a part of each request only",
+        ),
+        (
+            not local and parallel.tensor_parallel_size > 1,
+            "tensor_parallel_size=1",
+            "all heads of a layer vote for its tokens, and a rank has a part of them",
         ),
     ]

@@ -1,10 +1,11 @@
 """What a user asks for: `additional_config={"sparsekv": {"policy": ..., "budget": ...}}`.
 
-policy        "streaming", "snapkv", "layersplit"; "full" or no entry at all: vLLM as it is
-budget        tokens kept per KV head in each sparse layer, pinned and recent together
+policy        a name in DEFAULTS; "full" or no entry at all: vLLM as it is
+budget        tokens kept per KV head in each sparse layer, pinned and recent together; "pyramid":
+              on average over the sparse layers
 full_layers   the first layers, which keep everything
 recent        of the budget, the newest tokens that are always kept; None: the policy's choice
-options       hyper-parameters of the policy, as in `sparsekv policies`
+options       hyper-parameters of the policy, as in `sparsekv policies`; "pyramid": tiers, too
 """
 
 from __future__ import annotations
@@ -14,18 +15,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sparsekv.policies import POLICIES, LayerSplit, Policy, SnapKV, Streaming
+from sparsekv.policies import POLICIES, TOVA, LayerSplit, Policy, Pyramid, SnapKV, Streaming
 from sparsekv.policies.base import positive
 from sparsekv.vllm.layout import Layout
+from sparsekv.vllm.tiers import tier_blocks
 
 KEY = "sparsekv"
 FULL = "full"
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "streaming": {"sinks": 4},
     "snapkv": {},
+    "pyramid": {},
     # 256 rows of queries, its default elsewhere, would take half as much memory as 1024 tokens.
     "layersplit": {"window_rows": 32},
+    "tova": {},
 }
+_TIERS = "tiers"  # an option of pyramid's that only this plugin has
 
 
 @dataclass(frozen=True)
@@ -53,9 +58,17 @@ class Settings:
     def method(self) -> Policy:
         """The policy with the user's hyper-parameters."""
         known = {f.name for f in dataclasses.fields(POLICIES[self.policy])}
-        if unknown := sorted(set(self.options) - known):
+        more = {_TIERS} if self.policy == "pyramid" else set()
+        if unknown := sorted(set(self.options) - known - more):
+            known |= more
             raise ValueError(f"expected options of {self.policy} in {sorted(known)}, got {unknown}")
-        return POLICIES[self.policy](**{**DEFAULTS[self.policy], **self.options})
+        own = {name: value for name, value in self.options.items() if name in known}
+        return POLICIES[self.policy](**{**DEFAULTS[self.policy], **own})
+
+    @property
+    def tiers(self) -> int:
+        """Parts of the sparse layers, lowest first, that differ in how much they pin."""
+        return self.options.get(_TIERS, 3) if self.policy == "pyramid" else 1
 
     @property
     def scored(self) -> bool:
@@ -68,10 +81,16 @@ class Settings:
         method = self.method
         if isinstance(method, SnapKV):
             return method.window
-        return method.window_rows if isinstance(method, LayerSplit) else 0
+        if isinstance(method, LayerSplit):
+            return method.window_rows
+        return 1 if isinstance(method, TOVA) else 0
 
-    def layout(self, block_size: int) -> Layout:
+    def layout(self, block_size: int, tier: int = 0) -> Layout:
         """Pinned blocks and recent tokens that make up the budget; ValueError if none do."""
+        return self.layouts(block_size)[tier]
+
+    def layouts(self, block_size: int) -> tuple[Layout, ...]:
+        """The layout of each tier."""
         recent = self._recent(block_size)
         pinned = self.budget - recent
         if pinned < block_size or pinned % block_size:
@@ -84,8 +103,11 @@ class Settings:
                 f"expected at least {max(1, self.rows)} recent tokens, those whose queries vote, "
                 f"got {recent} of budget {self.budget}"
             )
-        grows = isinstance(self.method, SnapKV)
-        return Layout(block_size, pinned // block_size, recent, grows)
+        method, blocks = self.method, [pinned // block_size]
+        if isinstance(method, Pyramid):
+            blocks = tier_blocks(blocks[0], block_size, self.tiers, method.beta)
+        grows = isinstance(method, SnapKV)
+        return tuple(Layout(block_size, b, recent, grows) for b in blocks)
 
     def _recent(self, block_size: int) -> int:
         """Recent tokens: as asked, or what the policy protects and the part of a block beside."""
@@ -103,6 +125,10 @@ class Settings:
         method = self.method
         if isinstance(method, Streaming) and method.positions != "original":
             raise ValueError(f"expected positions='original', got {method.positions!r}")
+        if isinstance(method, Pyramid):
+            positive(_TIERS, self.tiers, at_least=2)
+            if method.rounding != "exact":
+                raise ValueError(f"expected rounding='exact', got {method.rounding!r}")
         if isinstance(method, LayerSplit) and (method.accum, method.budget_is) != ("ema", "window"):
             raise ValueError(
                 "expected accum='ema' and budget_is='window' (scores are sums over the last rows), "

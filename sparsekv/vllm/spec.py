@@ -29,9 +29,11 @@ class PinnedWindowSpec(SlidingWindowSpec):
     grows: bool
 
     @classmethod
-    def of(cls, spec: SlidingWindowSpec, settings: Settings, block_size: int) -> PinnedWindowSpec:
+    def of(
+        cls, spec: SlidingWindowSpec, settings: Settings, block_size: int, tier: int
+    ) -> PinnedWindowSpec:
         """The spec of a sparse layer, from the windowed one that vLLM made of it."""
-        layout = settings.layout(block_size)
+        layout = settings.layout(block_size, tier)
         kept = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec) if f.init}
         kept["sliding_window"] = layout.recent
         pinned = layout.pinned_blocks * block_size

@@ -18,7 +18,8 @@ class BlockEvictor:
     """Layers from `full_layers` on hold `pinned` tokens and at least the newest `recent`.
 
     rows: newest queries that vote (0: the first tokens are pinned). kernel: max pooling, 1: none.
-    grows: nothing goes after the prompt.
+    grows: nothing goes after the prompt. one_set: all heads of a layer vote for the same tokens.
+    by_layer: layers that pin another number of tokens.
     """
 
     full_layers: int
@@ -28,6 +29,8 @@ class BlockEvictor:
     rows: int = 0
     kernel: int = 1
     grows: bool = False
+    one_set: bool = False
+    by_layer: dict[int, int] = field(default_factory=dict)
     queries: dict[int, list[Tensor]] = field(default_factory=dict)  # layer: [HQ, D] a position
     held: dict[int, list[Tensor]] = field(default_factory=dict)  # layer: positions a KV head
     prompt: int = 0
@@ -61,33 +64,38 @@ class BlockEvictor:
     def _cut(self, layer: int, keys: Tensor, computed: int, group: int, scaling: float) -> None:
         """Before a step with `computed` tokens cached: drop what the layout no longer holds."""
         end = self.prompt if self.grows else computed
-        edge = max(self.pinned, (end - self.recent) // self.block_size * self.block_size)
-        for head, positions in enumerate(self.held[layer]):
+        pinned = self.by_layer.get(layer, self.pinned)
+        edge = max(pinned, (end - self.recent) // self.block_size * self.block_size)
+        for head, positions in enumerate(list(self.held[layer])):
             old = positions[positions < edge]
-            if len(old) <= self.pinned:
+            if len(old) <= pinned:
                 continue
             if self.rows == 0:
-                kept = old[: self.pinned]
+                kept = old[:pinned]
             else:
-                votes = self._votes(layer, head, keys[head], positions, computed, group, scaling)
-                kept = self._best(votes[: len(old)], old)
+                votes = self._votes(layer, head, keys, positions, computed, group, scaling)
+                kept = self._best(votes[: len(old)], old, pinned)
             self.held[layer][head] = torch.cat([kept, positions[positions >= edge]])
 
     def _votes(self, layer, head, keys, positions, computed, group, scaling) -> Tensor:
+        if self.one_set:
+            every = range(len(self.held[layer]) * group)
+        else:
+            every = range(head * group, (head + 1) * group)
         rows = torch.arange(max(0, computed - self.rows), computed)
         queries = torch.stack([self.queries[layer][i] for i in rows])  # [R, HQ, D]
         hidden = positions[None] > rows[:, None]
         total = torch.zeros(len(positions))
-        for g in range(group):
-            logits = queries[:, head * group + g] @ keys[positions].T * scaling
-            total += logits.masked_fill(hidden, -torch.inf).softmax(-1).sum(0) / group
+        for h in every:
+            logits = queries[:, h] @ keys[h // group][positions].T * scaling
+            total += logits.masked_fill(hidden, -torch.inf).softmax(-1).sum(0) / len(every)
         return total
 
-    def _best(self, votes: Tensor, old: Tensor) -> Tensor:
+    def _best(self, votes: Tensor, old: Tensor, pinned: int) -> Tensor:
         half, v = self.kernel // 2, votes.tolist()
         pooled = [max(v[max(0, j - half) : j + half + 1]) for j in range(len(v))]
         order = sorted(range(len(v)), key=lambda j: (pooled[j], j), reverse=True)
-        return old[torch.tensor(sorted(order[: self.pinned]))]
+        return old[torch.tensor(sorted(order[:pinned]))]
 
 
 def greedy(folder: str, prompt: list[int], new_tokens: int, evictor: BlockEvictor | None):

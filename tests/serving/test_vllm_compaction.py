@@ -25,7 +25,7 @@ class Server:
         self.tracker = Tracker(layout, 4)
         # As FlashAttention has it: tokens before heads in memory.
         self.cache = torch.zeros(200, SIZE, HK, 2 * D).transpose(1, 2)
-        self.ring = torch.zeros(4, R, HK * G, D)
+        self.ring = torch.zeros(4, scorer.rows, HK * G, D)
         self.table = torch.randperm(199, generator=self.gen)[: 3 * 40].view(3, 40).int() + 1
         self.tokens = [torch.zeros(0, HK, 2 * D) for _ in range(3)]
         self.queries = [torch.zeros(0, HK * G, D) for _ in range(3)]
@@ -42,7 +42,7 @@ class Server:
             is_prefilling=torch.tensor([b < prompts[i] for b, i in zip(before, rows, strict=True)]),
         )  # fmt: skip
         step = self.tracker.step(common)
-        for cut in cuts(step, self.layout, common.block_table_tensor, R):
+        for cut in cuts(step, self.layout, common.block_table_tensor, self.scorer.rows):
             apply(cut, self.cache, self.ring, PlainBlocks(), self.layout, self.scorer, SCALE, None)
         for i, b in zip(rows, before, strict=True):
             if b >= prompts[i]:
@@ -73,19 +73,21 @@ class Server:
 
     def _cut(self, i: int, computed: int) -> None:
         pinned = self.layout.pinned_blocks * SIZE
-        end = self.prompt_end(i, computed)
+        end, rows = self.prompt_end(i, computed), self.scorer.rows
         edge = max(pinned, (end - self.layout.recent) // SIZE * SIZE)
         for head in range(HK):
             held = self.held[i][head]
             old = held[held < edge]
             if len(old) <= pinned:
                 continue
-            keys = self.tokens[i][held, head, :D]
             votes = torch.zeros(len(held))
-            for g in range(G):
-                for q in range(computed - R, computed):
-                    x = keys @ self.queries[i][q, head * G + g] * SCALE
-                    votes += x.masked_fill(held > q, -torch.inf).softmax(0) / G
+            one_set = self.scorer.group == "layer_mean"
+            every = range(HK * G) if one_set else range(head * G, head * G + G)
+            for h in every:
+                keys = self.tokens[i][held, h // G, :D]
+                for q in range(computed - rows, computed):
+                    x = keys @ self.queries[i][q, h] * SCALE
+                    votes += x.masked_fill(held > q, -torch.inf).softmax(0) / len(every)
             half = self.scorer.kernel // 2
             votes = votes[: len(old)]
             pooled = [votes[max(0, j - half) : j + half + 1].max() for j in range(len(old))]
@@ -101,9 +103,12 @@ class Server:
 
 
 @pytest.mark.parametrize("grows", [False, True])
-@pytest.mark.parametrize("kernel", [1, 5])
-def test_pinned_tokens(grows: bool, kernel: int) -> None:
-    scorer = Scorer(R, "mean", "max", kernel)
+@pytest.mark.parametrize(
+    "scorer",
+    [Scorer(R, "mean", "max", 1), Scorer(R, "mean", "max", 5), Scorer(1, "layer_mean")],
+    ids=["plain", "pooled", "tova"],
+)
+def test_pinned_tokens(grows: bool, scorer: Scorer) -> None:
     server = Server(Layout(SIZE, 2, 24, grows), scorer)
     prompts = [150, 40, 97]
     server.step([100, 40, 60], prompts)

@@ -14,11 +14,18 @@ pytestmark = [needs_vllm, pytest.mark.slow]
 LENGTHS = (700, 90, 1100, 450, 384)  # chunked, within budget, chunked, ragged, just the budget
 NEW = 96
 RANKS = (700, 90, 450)  # over three ranks, which take turns on a small machine
-# settings, and the evictor's reading of them; 128 pinned and 256 recent tokens each
+# settings, and the evictor's reading of them; 128 pinned and 256 recent tokens each. In a pyramid
+# nine layers pin 7 blocks, nine 4, nine 1: a ramp from 250 tokens to 6 has 209, 128 and 47 in them.
+TIERS = {**dict.fromkeys(range(3, 12), 224), **dict.fromkeys(range(21, 30), 32)}
 CASES = {
     "streaming": ({"sinks": 128, "budget": 384}, {}),
     "snapkv": ({"budget": 384, "recent": 256}, {"rows": 32, "kernel": 7, "grows": True}),
+    "pyramid": (
+        {"budget": 384, "recent": 256},
+        {"rows": 8, "kernel": 7, "grows": True, "by_layer": TIERS},
+    ),
     "layersplit": ({"budget": 384, "recent": 256}, {"rows": 32}),
+    "tova": ({"budget": 384, "recent": 256}, {"rows": 1, "one_set": True}),
 }
 
 

@@ -60,6 +60,7 @@ def test_slots_are_kept_and_given_again() -> None:
         ({"policy": "snapkv", "budget": 1024}, 31, 32),
         ({"policy": "layersplit", "budget": 1024}, 24, 256),
         ({"policy": "layersplit", "budget": 384, "recent": 256}, 4, 256),
+        ({"policy": "tova", "budget": 1024}, 31, 32),
     ],
 )
 def test_budgets(entry: dict, pinned: int, recent: int) -> None:
@@ -78,6 +79,10 @@ def test_nothing_is_asked_for() -> None:
     [
         ({"policy": "snapkv"}, "with budget"),
         ({"policy": "nope", "budget": 1}, "policy to be one of"),
+        ({"policy": "tova", "budget": 512, "options": {"window": 3}}, "options of tova"),
+        ({"policy": "snapkv", "budget": 512, "options": {"tiers": 2}}, "options of snapkv"),
+        ({"policy": "pyramid", "budget": 512, "options": {"tiers": 1}}, "tiers"),
+        ({"policy": "pyramid", "budget": 512, "options": {"rounding": "official"}}, "exact"),
         ({"policy": "snapkv", "budget": 0}, "budget"),
         ({"policy": "snapkv", "budget": 512, "window": 3}, "settings in"),
         ({"policy": "snapkv", "budget": 512, "options": {"widow": 3}}, "options of snapkv"),

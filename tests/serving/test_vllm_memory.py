@@ -22,3 +22,12 @@ def test_five_times_less_than_dense() -> None:
     dense = held({"policy": "full", "budget": 1})
     sparse = held(SETTINGS)
     assert dense / sparse >= 5, (dense / 2**20, sparse / 2**20)
+
+
+def test_each_tier_holds_its_own() -> None:
+    """4000 tokens are 125 blocks; 117 go but for 7, 4 and 1 of them, and a new one comes."""
+    blocks = 3 * 126 + 9 * sum(9 + pinned for pinned in (7, 4, 1))
+    block_bytes = 32 * 3 * 64 * 2 * 4
+    found = held({"policy": "pyramid", "budget": 384, "recent": 256})
+    # The pool's bytes are no whole number of blocks; one block more would be 1.4e-3.
+    assert found == pytest.approx(blocks * block_bytes, rel=5e-4)

@@ -30,6 +30,7 @@ def config(**changes: object) -> SimpleNamespace:
         "kv_transfer_config": None,
         "speculative_config": None,
         "parallel_config.decode_context_parallel_size": 1,
+        "parallel_config.tensor_parallel_size": 1,
         "scheduler_config.disable_hybrid_kv_cache_manager": False,
     }
     found = SimpleNamespace()
@@ -64,6 +65,13 @@ def test_what_does_not_go_together(change: str, value: object, match: str) -> No
         check(config(**{change: value}), settings)
 
 
+def test_tova_needs_all_heads() -> None:
+    ranks = config(**{"parallel_config.tensor_parallel_size": 2})
+    check(ranks, Settings("snapkv", 512))
+    with pytest.raises(ValueError, match="tensor_parallel_size=1"):
+        check(ranks, Settings("tova", 512))
+
+
 def test_streaming_takes_a_quantised_cache() -> None:
     check(config(**{"cache_config.cache_dtype": "fp8"}), Settings("streaming", 512))
 
@@ -87,10 +95,24 @@ def test_plan_and_command() -> None:
 
 
 @needs_vllm
+def test_plan_of_tiers() -> None:
+    from sparsekv.vllm import llm_kwargs
+    from sparsekv.vllm.launch import plan
+
+    lines = plan(llm_kwargs(model(), policy="pyramid", budget=384, recent=256)).splitlines()
+    tiers = ", ".join(f"9 keep {n} pinned and 256 recent" for n in (224, 128, 32))
+    assert f"3 layers keep every token, {tiers} tokens a KV head and what is" in lines[0]
+    # 4000 tokens: 125 blocks, of which the first 117 but for the pinned ones go; and a new one.
+    held = 3 * 125 + 9 * (7 + 9) + 9 * (4 + 9) + 9 * (1 + 9)
+    assert f"{30 * 125 / held:.1f} times" in lines[3]
+
+
+@needs_vllm
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
         ({"full_layers": 30}, "full_layers below 30"),
+        ({"policy": "pyramid", "tiers": 4}, "equal size, got 27: full_layers=2 or 6 would do"),
         ({"policy": "h2o"}, "policy to be one of"),
         ({"budget": 40}, "whole blocks"),
     ],
