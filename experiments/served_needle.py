@@ -1,4 +1,4 @@
-"""Are needles found through vLLM? Dense, streaming and layersplit, an engine each.
+"""Are needles found through vLLM? Dense, streaming, layersplit and chunked prefill, an engine each.
 
     VLLM_CPU_OMP_THREADS_BIND=nobind python experiments/served_needle.py --data DIR --out OUT
 
@@ -8,9 +8,10 @@ come as decode steps. The last token, " is", is left to the model, which has see
 its token is the one that vLLM samples while the prompt is still held whole. An answer counts if
 greedy decoding says that token and then the magic word, letter for letter.
 
-3 layers keep everything, the others 128 pinned and 256 recent tokens. Writes table.csv, run.json
-and the answers, answers-MODE.json; modes that have been answered with the same settings are not run
-again. Needs vLLM (see docs/serving.md), on a CPU or a GPU.
+3 layers keep everything, the others 128 pinned and 256 recent tokens; chunked: cut after each chunk
+of at most 512 tokens. Writes table.csv, run.json and the answers, answers-MODE.json; modes that
+have been answered with the same settings are not run again. Needs vLLM (see docs/serving.md), on a
+CPU or a GPU.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ MODES: dict[str, dict[str, Any]] = {
     DENSE: {"policy": "full"},
     "streaming": {"policy": "streaming", "sinks": 128, **SIZE},
     "layersplit": {"policy": "layersplit", "recent": 256, **SIZE},
+    "layersplit-chunked": {"policy": "layersplit", "recent": 256, "prefill": "chunked", **SIZE},
 }
+CHUNK = {"max_num_batched_tokens": 512}  # of modes that are chunked; the others' does not matter
 TASK_NAMES = ("needle-1k", "needle-2k")
 _KV_BYTES = 1 << 30
 
@@ -78,6 +81,7 @@ def answer(mode: str, model: str, asked: list[Row]) -> list[Row]:
         "enforce_eager": not torch.cuda.is_available(),  # compiled CPU code gives wrong text
         "max_model_len": longest,
         "kv_cache_memory_bytes": _KV_BYTES,
+        **(CHUNK if "prefill" in MODES[mode] else {}),
     }
     llm = LLM(**engine)
     params = [
@@ -129,7 +133,8 @@ def run(given: argparse.Namespace) -> list[Row]:
     ]
     answers, served = {}, {}
     for mode in given.modes.split(","):
-        settings = {"model": Path(model).name, "mode": MODES[mode], "asked": _hashed(asked)}
+        own = MODES[mode] | (CHUNK if "prefill" in MODES[mode] else {})
+        settings = {"model": Path(model).name, "mode": own, "asked": _hashed(asked)}
         file = given.out / f"answers-{mode}.json"
         kept = json.loads(file.read_text()) if file.exists() else {}
         if kept.get("settings") != settings:
@@ -141,7 +146,7 @@ def run(given: argparse.Namespace) -> list[Row]:
             }
             file.write_text(json.dumps(kept))
         answers[mode] = kept["said"]
-        served[mode] = {**MODES[mode], "seconds": kept["seconds"], "commit": kept["commit"]}
+        served[mode] = {**own, "seconds": kept["seconds"], "commit": kept["commit"]}
     rows = table(answers)
     write_csv(rows, given.out / "table.csv")
     _write_run(given, model, served)
@@ -202,7 +207,7 @@ def main() -> None:
     for row in run(given):
         gap = "" if row["to_dense"] is None else f", to dense {row['to_dense']:+.3f}"
         print(
-            f"{row['task']} {row['mode']:12} em {row['em']:.3f}{span(row, 'em_', '.3f')}{gap}"
+            f"{row['task']} {row['mode']:18} em {row['em']:.3f}{span(row, 'em_', '.3f')}{gap}"
             f"{span(row, 'to_dense_', '+.3f')}, {row['contexts']} contexts"
         )
 

@@ -3,8 +3,9 @@
 JOB: {"kwargs": for vllm.LLM, "prompts": token ids, "new_tokens": int or one a prompt,
 "abort": {request: step}}.
 OUT: tokens and log-probabilities of each request, KV bytes in use after every step and how many
-requests had finished then, preemptions, how many tokens of an aborted request were cached, and
-blocks not given back, all from vLLM's own block pool.
+requests had finished and were running then, preemptions, how many tokens of an aborted request were
+cached, how many tokens of each request a step had, and blocks not given back, all from vLLM's own
+scheduler and block pool.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ def run(job: dict) -> dict:
     config = core.scheduler.kv_cache_config
     # Groups of layers share the pool's tensors: a block is one part in num_blocks of all of it.
     block_bytes = job["kwargs"]["kv_cache_memory_bytes"] / config.num_blocks
-    free = pool.get_num_free_blocks()
+    free, chunks = pool.get_num_free_blocks(), _chunks(core.scheduler)
     new = job["new_tokens"]
     for i, prompt in enumerate(job["prompts"]):
         count = new if isinstance(new, int) else new[i]
         params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, logprobs=0)
         engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
-    done, used, finished, preempted, aborted, step = {}, [], [], {}, {}, 0
+    done, used, finished, running, preempted, aborted, step = {}, [], [], [], {}, {}, 0
     while engine.has_unfinished_requests():
         for request, when in job.get("abort", {}).items():
             if when == step:
@@ -45,6 +46,7 @@ def run(job: dict) -> dict:
             preempted[request.request_id.split("-")[0]] = request.num_preemptions
         used.append((free - pool.get_num_free_blocks()) * block_bytes)
         finished.append(len(done))
+        running.append(len(core.scheduler.running))
         step += 1
     answers = {
         key: {
@@ -57,11 +59,27 @@ def run(job: dict) -> dict:
         "answers": answers,
         "used_bytes": used,
         "finished": finished,
+        "running": running,
         "preempted": preempted,
         "aborted": aborted,
+        "chunks": chunks,
         "leaked_blocks": free - pool.get_num_free_blocks(),
         "left_behind": _left_behind(core.scheduler),
     }
+
+
+def _chunks(scheduler) -> dict[str, list[int]]:
+    """{request: tokens that each of its steps had}, filled from now on."""
+    original, found = scheduler.schedule, {}
+
+    def schedule(*args, **kwargs):
+        output = original(*args, **kwargs)
+        for request, count in output.num_scheduled_tokens.items():
+            found.setdefault(request.split("-")[0], []).append(count)
+        return output
+
+    scheduler.schedule = schedule
+    return found
 
 
 def _cached(scheduler, request: str) -> dict[str, int]:

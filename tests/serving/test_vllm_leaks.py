@@ -11,6 +11,7 @@ from engines import generate, needs_vllm
 pytestmark = [needs_vllm, pytest.mark.slow]
 
 REQUESTS, ABORTED, SEED = 100, 20, 1
+FEWER = 30
 SETTINGS = {"policy": "layersplit", "budget": 64, "recent": 32, "window_rows": 8}
 ENGINE = {"max_model_len": 192, "max_num_batched_tokens": 96}  # prompts are read in chunks
 
@@ -37,3 +38,17 @@ def test_aborted_and_preempted_at_random() -> None:
     assert len(alone) >= REQUESTS // 2
     for request in alone:
         assert tight["answers"][request]["tokens"] == calm["answers"][request]["tokens"], request
+
+
+def test_chunked_prefill() -> None:
+    """The same for prompts that are cut while they are read; what is said depends on chunks."""
+    rng = random.Random(SEED)
+    lengths = tuple(rng.randint(60, 150) for _ in range(FEWER))
+    new = [rng.randint(10, 40) for _ in range(FEWER)]
+    abort = {str(i): max(5 * i + rng.randint(-60, 40), 0) for i in range(0, FEWER, 5)}
+    settings = {**SETTINGS, "prefill": "chunked"}
+    out = generate(lengths, new, settings, abort, kv_cache_memory_bytes=14 << 20, **ENGINE)
+    assert out["leaked_blocks"] == 0 and out["left_behind"] == 0
+    assert sum(out["preempted"].values()) >= 3 and len(out["aborted"]) >= 3, out["preempted"]
+    for request in set(map(str, range(FEWER))) - set(out["aborted"]):
+        assert len(out["answers"][request]["tokens"]) == new[int(request)]
