@@ -5,7 +5,7 @@ JOB: {"kwargs": for vllm.LLM, "prompts": token ids, "new_tokens": int or one a p
 OUT: tokens and log-probabilities of each request, KV bytes in use after every step and how many
 requests had finished and were running then, preemptions, how many tokens of an aborted request were
 cached, how many tokens of each request a step had, and blocks not given back, all from vLLM's own
-scheduler and block pool.
+scheduler and block pool; and the classes at work.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ def run(job: dict) -> dict:
         "preempted": preempted,
         "aborted": aborted,
         "chunks": chunks,
+        "classes": {"manager": _managers(core.scheduler), **core.collective_rpc(_classes)[0]},
         "leaked_blocks": free - pool.get_num_free_blocks(),
         "left_behind": _left_behind(core.scheduler),
     }
@@ -80,6 +81,33 @@ def _chunks(scheduler) -> dict[str, list[int]]:
 
     scheduler.schedule = schedule
     return found
+
+
+def _managers(scheduler) -> list[str]:
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+    return sorted({f"{type(m).__module__}.{type(m).__qualname__}" for m in managers})
+
+
+def _classes(worker) -> dict[str, list[str]]:
+    """Of attention, in the worker's process, with what they hold beside what vLLM gives them."""
+    runner = worker.model_runner
+    groups = [group for groups in runner.attn_groups for group in groups]
+    builders = [builder for group in groups for builder in group.metadata_builders]
+    layers = runner.compilation_config.static_forward_context.values()
+    impls = [layer.impl for layer in layers if hasattr(layer, "impl")]
+    states = [getattr(b, "_tracker", None) for b in builders]
+    states += [getattr(i, "ring", None) for i in impls]
+
+    def names(found) -> list[str]:
+        return sorted({f"{cls.__module__}.{cls.__qualname__}" for cls in found})
+
+    return {
+        "spec": names(type(group.kv_cache_spec) for group in groups),
+        "backend": names(group.backend for group in groups),
+        "builder": names(map(type, builders)),
+        "impl": names(map(type, impls)),
+        "state": names(type(state) for state in states if state is not None),
+    }
 
 
 def _cached(scheduler, request: str) -> dict[str, int]:
