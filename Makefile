@@ -18,7 +18,7 @@ test: lint  ## Lint, types, then every test that needs no GPU; the notebooks are
 
 # vLLM pins its own torch, hence an environment of its own; its CPU build needs Python 3.11.
 test-vllm: $(VLLM_READY)  ## The vLLM plugin, with vLLM's CPU build: real engines, half an hour.
-	$(VLLM_BIN)/python -m pytest tests/serving tests/kernels/test_block_tables.py
+	$(VLLM_BIN)/python -m pytest tests/serving tests/kernels/test_block_tables.py tests/kernels/test_paged_sums.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

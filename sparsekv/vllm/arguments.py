@@ -26,9 +26,9 @@ def llm_kwargs(
     """Keyword arguments for `vllm.LLM`: `LLM(**llm_kwargs(model, policy="snapkv", budget=1024))`.
 
     model: Hugging Face id or local folder. policy: "streaming", "snapkv", "pyramid",
-    "layersplit", "tova", or "full": vLLM as it is. budget: tokens a KV head keeps in each layer but
-    the first `full_layers`, for "pyramid" on average; recent: those of them that are the newest
-    (None: the policy's choice). prefill: "dense" or "chunked", see docs/serving.md. options:
+    "layersplit", "h2o", "tova", or "full": vLLM as it is. budget: tokens a KV head keeps in each
+    layer but the first `full_layers`, for "pyramid" on average; recent: those of them that are the
+    newest (None: the policy's choice). prefill: "dense" or "chunked", see docs/serving.md. options:
     hyper-parameters of the policy. Raises ValueError, with the reason, for settings or models that
     do not work.
     """

@@ -32,7 +32,7 @@ def serve(
     model: Annotated[str, typer.Argument(help="Hugging Face id or local folder.")],
     policy: Annotated[
         str,
-        typer.Option(help="streaming, snapkv, pyramid, layersplit, tova, or full: vLLM as it is."),
+        typer.Option(help="streaming, snapkv, pyramid, layersplit, h2o, tova, or full (dense)."),
     ] = "layersplit",
     budget: Annotated[int, typer.Option(help="Tokens kept per sparse layer and KV head.")] = 1024,
     full_layers: Annotated[int, typer.Option(help="First layers, which keep all.")] = 3,

@@ -28,7 +28,7 @@ from torch import Tensor
 from sparsekv.kernels.column_scores import column_scores
 from sparsekv.kernels.prefill import prefill_attention
 from sparsekv.kernels.topk import select_topk
-from sparsekv.policies import TOVA
+from sparsekv.policies import H2O, TOVA
 from sparsekv.policies.base import pool_columns
 from sparsekv.vllm.layout import Ints, Layout
 from sparsekv.vllm.rows import Step
@@ -39,7 +39,10 @@ MAX_TOKENS = 1 << 16  # keys copied out of a layer at a time, unless one request
 
 @dataclass(frozen=True)
 class Scorer:
-    """How queries vote: the newest `rows`, reduced over the heads of a `group`, then pooled."""
+    """How queries vote: the newest `rows`, reduced over the heads of a `group`, then pooled.
+
+    rows = 0: all there ever were, by the running sums of `sums`.
+    """
 
     rows: int
     group: Literal["mean", "max", "sum", "layer_mean"]
@@ -54,6 +57,8 @@ class Scorer:
             return None
         if isinstance(method, TOVA):
             return cls(settings.rows, "layer_mean")
+        if isinstance(method, H2O):
+            return cls(settings.rows, method.group)
         return cls(settings.rows, method.group, method.pool, method.kernel)
 
 
@@ -117,7 +122,7 @@ def _cut(step: Step, layout: Layout, table: Tensor, rows: int, moving: Ints) -> 
     row, column, starts, held, candidates, slots, at = sent.split([len(p) for p in parts])
     return Cut(
         table[row, column].long(), starts.int(), held.int(), candidates.int(), slots,
-        at.view(-1, rows), int(used.max()),
+        at.view(len(moving), rows), int(used.max()),
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config
@@ -23,6 +24,7 @@ from sparsekv.vllm.compaction import Scorer, apply, cuts
 from sparsekv.vllm.cpu_cache import PackedBlocks
 from sparsekv.vllm.rows import Step, Tracker, shorten, store_queries
 from sparsekv.vllm.spec import PinnedWindowSpec
+from sparsekv.vllm.sums import Adder, apply_sums, provide_sums, readings
 
 
 class SparseCPUBackend(CPUAttentionBackend):
@@ -56,6 +58,7 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         config = get_current_vllm_config()
         settings = Built.note(config)
         self.ring: Tensor | None = None
+        self.sums: Tensor | None = None  # of a policy that needs them, see `provide_sums`
         self._config = config if sliding_window is not None else None
         if settings is not None:
             if sliding_window is not None and settings.rows:
@@ -75,12 +78,15 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor,
         attn_metadata: CPUAttentionMetadata | None, output: Tensor, *args: Any, **kwargs: Any,
     ) -> Tensor:  # fmt: skip
-        """As CPU_ATTN; then the queries are kept for the next cut."""
+        """As CPU_ATTN; then the queries are kept for the next cut, or added up."""
         inputs = (layer, query, key, value, kv_cache, attn_metadata, output)
         output = super().forward(*inputs, *args, **kwargs)
         step = getattr(attn_metadata, "sparsekv_step", None)
         if self.ring is not None and step is not None:
             store_queries(query.to(self.ring.dtype), self.ring, step)
+        adder: Adder | None = getattr(attn_metadata, "sparsekv_adder", None)
+        if adder is not None:
+            adder.add(query, kv_cache, self)
         return output
 
 
@@ -117,15 +123,28 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
         common = common.replace(block_table_tensor=table, seq_lens=lengths)
         metadata = super().build(common_prefix_len, common, fast_build)
         metadata.sparsekv_step = step  # type: ignore[attr-defined]
+        if self._scorer is not None and not self._scorer.rows:
+            metadata.sparsekv_adder = self._adder(step, table, lengths)  # type: ignore[attr-defined]
         return metadata
+
+    def _adder(self, step: Step, table: Tensor, lengths: Tensor) -> Adder:
+        assert self._scorer is not None
+        rows, size = np.arange(len(step.slots)), self.kv_cache_spec.block_size
+        parts = readings(rows, step.query_start, lengths.numpy().astype(np.int64), table, size)
+        return Adder(tuple(parts), self._access, self._scorer)
 
     def _compact(self, step: Step, table: Tensor) -> None:
         """Pin the best tokens of the requests whose blocks must go, in every layer of the group."""
         assert self._tracker is not None and self._scorer is not None
         layout, scorer = self._tracker.layout, self._scorer
         layers = self.vllm_config.compilation_config.static_forward_context
+        if not scorer.rows:
+            provide_sums(self.layer_names, layers)
         for cut in cuts(step, layout, table, scorer.rows):
             for name in self.layer_names:
                 impl, cache = layers[name].impl, layers[name].kv_cache
+                if not scorer.rows:
+                    apply_sums(cut, cache, impl.sums, self._access, layout)
+                    continue
                 softcap = impl.logits_soft_cap or None
                 apply(cut, cache, impl.ring, self._access, layout, scorer, impl.scale, softcap)

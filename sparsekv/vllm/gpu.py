@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config
+from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
     FlashAttentionImpl,
@@ -23,20 +24,28 @@ from vllm.v1.attention.backends.flash_attn import (
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from sparsekv.kernels.block_tables import shorten_tables, store_queries
+from sparsekv.kernels.paged_sums import add_attention
 from sparsekv.vllm.built import Built, know_tier, settings_of
 from sparsekv.vllm.compaction import Scorer, apply, cuts
 from sparsekv.vllm.plain_cache import PlainBlocks
 from sparsekv.vllm.rows import Step, Tracker
+from sparsekv.vllm.settings import parse
 from sparsekv.vllm.spec import PinnedWindowSpec
+from sparsekv.vllm.sums import Adder, apply_sums, provide_sums, readings
 
 
 class Kept(NamedTuple):
-    """What a layer needs to keep its queries; see `store_queries`."""
+    """What a layer needs to keep its queries, see `store_queries`, or to add up what they attend
+    to: `table` and `held` as the kernel has them, and an adder of prompts, None where none is read.
+    """
 
     query_start: Tensor
     lengths: Tensor
     slots: Tensor
     max_query_len: int
+    table: Tensor
+    held: Tensor
+    adder: Adder | None
 
 
 class SparseFlashBackend(FlashAttentionBackend):
@@ -77,6 +86,8 @@ class SparseFlashImpl(FlashAttentionImpl):
         if settings is None:
             raise ValueError("expected additional_config['sparsekv'] with backend CUSTOM, got none")
         self.ring: Tensor | None = None
+        self.sums: Tensor | None = None  # of a policy that needs them, see `provide_sums`
+        self.reduction: Any = getattr(settings.method, "group", "mean")
         if settings.rows:
             shape = (config.scheduler_config.max_num_seqs, settings.rows, num_heads, head_size)
             self.ring = torch.zeros(shape, dtype=config.model_config.dtype)
@@ -92,22 +103,44 @@ class SparseFlashImpl(FlashAttentionImpl):
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor,
         attn_metadata: Any, output: Tensor, *args: Any, **kwargs: Any,
     ) -> Tensor:  # fmt: skip
-        """As FlashAttention; then the queries are kept for the next cut."""
+        """As FlashAttention; then the queries are kept for the next cut, or added up."""
         inputs = (layer, query, key, value, kv_cache, attn_metadata, output)
         output = super().forward(*inputs, *args, **kwargs)
-        if self.ring is not None and attn_metadata is not None:
-            kept: Kept = attn_metadata.sparsekv_kept
+        if attn_metadata is None:
+            return output
+        kept: Kept = attn_metadata.sparsekv_kept
+        if self.ring is not None:
             store_queries(
                 query, self.ring, kept.query_start, kept.lengths, kept.slots,
                 max_query_len=kept.max_query_len,
             )  # fmt: skip
+        if self.sums is not None:
+            self._add_up(query, kv_cache, self.sums, kept)
         return output
+
+    def _add_up(self, query: Tensor, cache: Tensor, sums: Tensor, kept: Kept) -> None:
+        """Single queries by one launch that a graph can hold; prompts, which none holds, after."""
+        add_attention(
+            query, cache[..., : self.head_size], sums, kept.query_start, kept.held, kept.slots,
+            kept.table, softmax_scale=self.scale, softcap=self.logits_soft_cap or None,
+            reduction=self.reduction,
+        )  # fmt: skip
+        if kept.adder is not None:
+            kept.adder.add(query, cache, self)
 
 
 class SparseFlashBuilder(FlashAttentionMetadataBuilder):
     """Cuts what must go, then describes to the kernel only what is held."""
 
     supports_update_block_table = False  # tables are rewritten group by group
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """As FlashAttention; prompts in no graph where all their queries are added up."""
+        settings = parse(vllm_config.additional_config)
+        if settings is not None and settings.scored and not settings.rows:
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        return super().get_cudagraph_support(vllm_config, kv_cache_spec)
 
     def __init__(
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: Any, device: Any
@@ -142,6 +175,9 @@ class SparseFlashBuilder(FlashAttentionMetadataBuilder):
 
     def _describe(self, common: Any, step: Step | None, fast_build: bool) -> FlashAttentionMetadata:
         table, rows = common.block_table_tensor, common.num_reqs
+        if self._scorer is not None and not self._scorer.rows:
+            layers = self.vllm_config.compilation_config.static_forward_context
+            provide_sums(self.layer_names, layers)
         if self._table is None:
             shape = (len(self._lengths), table.shape[1])
             self._table = torch.zeros(shape, dtype=torch.int32, device=table.device)
@@ -162,8 +198,21 @@ class SparseFlashBuilder(FlashAttentionMetadataBuilder):
             metadata.sliding_window = (-1, -1)
         slots = self._sent[1, :rows]
         start = common.query_start_loc[: rows + 1]
-        metadata.sparsekv_kept = Kept(start, lengths, slots, common.max_query_len)
+        table, held = short.block_table_tensor, short.seq_lens
+        adder = self._adder(step, table)
+        kept = Kept(start, lengths, slots, common.max_query_len, table, held, adder)
+        metadata.sparsekv_kept = kept
         return metadata
+
+    def _adder(self, step: Step | None, table: Tensor) -> Adder | None:
+        """What adds up the step's prompts, rows of several queries; None where there are none."""
+        if step is None or self._scorer is None or self._scorer.rows:
+            return None
+        prompts = np.flatnonzero(np.diff(step.query_start) > 1)
+        size = self._layout.block_size
+        held = step.lengths - (step.now - self._layout.pinned_blocks) * size
+        parts = tuple(readings(prompts, step.query_start, held, table, size))
+        return Adder(parts, self._access, self._scorer) if parts else None
 
     def _send(self, step: Step | None, rows: int) -> None:
         """First recent blocks and slots to the device; rows without a request: P and -1."""
@@ -183,6 +232,9 @@ class SparseFlashBuilder(FlashAttentionMetadataBuilder):
         for cut in cuts(step, self._layout, table, self._scorer.rows):
             for name in self.layer_names:
                 impl, cache = layers[name].impl, layers[name].kv_cache
+                if not self._scorer.rows:
+                    apply_sums(cut, cache, impl.sums, self._access, self._layout)
+                    continue
                 apply(
                     cut, cache, impl.ring, self._access, self._layout, self._scorer, impl.scale,
                     impl.logits_soft_cap or None,

@@ -12,12 +12,14 @@ options       hyper-parameters of the policy, as in `sparsekv policies`; "pyrami
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sparsekv.policies import POLICIES, TOVA, LayerSplit, Policy, Pyramid, SnapKV, Streaming
+from sparsekv.policies import H2O, POLICIES, TOVA, LayerSplit, Policy, Pyramid, SnapKV, Streaming
 from sparsekv.policies.base import positive
+from sparsekv.policies.budgets import exact
 from sparsekv.vllm.layout import Layout
 from sparsekv.vllm.tiers import tier_blocks
 
@@ -31,6 +33,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     # 256 rows of queries, its default elsewhere, would take half as much memory as 1024 tokens.
     "layersplit": {"window_rows": 32},
     "tova": {},
+    "h2o": {},
 }
 _TIERS = "tiers"  # an option of pyramid's that only this plugin has
 
@@ -89,7 +92,7 @@ class Settings:
 
     @property
     def rows(self) -> int:
-        """The newest queries that vote; 0 if none do."""
+        """The newest queries that vote; 0 if none do, or all that there ever were."""
         method = self.method
         if isinstance(method, SnapKV):
             return method.window
@@ -129,6 +132,8 @@ class Settings:
         if isinstance(method, Streaming):
             return self.budget - -(-max(1, method.sinks) // block_size) * block_size
         wish = self.rows
+        if isinstance(method, H2O):
+            wish = self.budget - math.floor(self.budget * exact(method.heavy_fraction))
         if isinstance(method, LayerSplit):
             wish = max(wish, min(256, self.budget // 4) if method.recent is None else method.recent)
         return self.budget - (self.budget - wish) // block_size * block_size
@@ -137,6 +142,8 @@ class Settings:
         method = self.method
         if isinstance(method, Streaming) and method.positions != "original":
             raise ValueError(f"expected positions='original', got {method.positions!r}")
+        if self.policy == "h2o" and self.recent is not None and "heavy_fraction" in self.options:
+            raise ValueError("expected recent or heavy_fraction, which is the rest, got both")
         if isinstance(method, Pyramid):
             positive(_TIERS, self.tiers, at_least=2)
             if method.rounding != "exact":

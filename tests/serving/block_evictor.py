@@ -19,7 +19,7 @@ class BlockEvictor:
 
     rows: newest queries that vote (0: the first tokens are pinned). kernel: max pooling, 1: none.
     grows: nothing goes after the prompt. one_set: all heads of a layer vote for the same tokens.
-    by_layer: layers that pin another number of tokens.
+    by_layer: layers that pin another number of tokens. all_rows: every query that there was votes.
     """
 
     full_layers: int
@@ -31,6 +31,8 @@ class BlockEvictor:
     grows: bool = False
     one_set: bool = False
     by_layer: dict[int, int] = field(default_factory=dict)
+    all_rows: bool = False
+    received: dict[int, Tensor] = field(default_factory=dict)  # layer: [HK, S], by position
     queries: dict[int, list[Tensor]] = field(default_factory=dict)  # layer: [HQ, D] a position
     held: dict[int, list[Tensor]] = field(default_factory=dict)  # layer: positions a KV head
     prompt: int = 0
@@ -40,7 +42,7 @@ class BlockEvictor:
         layer, (tokens, total) = module.layer_idx, (query.shape[2], key.shape[2])
         heads, group = key.shape[1], query.shape[1] // key.shape[1]
         if layer == 0 and tokens == total:
-            self.prompt, self.queries, self.held = total, {}, {}
+            self.prompt, self.queries, self.held, self.received = total, {}, {}, {}
         seen = torch.ones(heads, tokens, total, dtype=torch.bool).tril(total - tokens)
         if layer >= self.full_layers:
             if tokens < total:  # a decode step, or a chunk of a prompt that is not the first
@@ -57,7 +59,11 @@ class BlockEvictor:
                 self.held[layer] = [torch.arange(total) for _ in range(heads)]
         logits = query[0].unflatten(0, (heads, group)) @ key[0][:, None].mT * scaling
         logits = logits.masked_fill(~seen[:, None], -torch.inf)
-        out = logits.softmax(-1) @ value[0][:, None]
+        weights = logits.softmax(-1)  # [HK, G, T, S]
+        given = weights.mean(1).sum(1)
+        given[:, : total - tokens] += self.received.get(layer, 0)
+        self.received[layer] = given
+        out = weights @ value[0][:, None]
         return out.flatten(0, 1).transpose(0, 1)[None], None
 
     def _cut(self, layer: int, keys: Tensor, computed: int, group: int, scaling: float) -> None:
@@ -69,7 +75,9 @@ class BlockEvictor:
             old = positions[positions < edge]
             if len(old) <= pinned:
                 continue
-            if self.rows == 0:
+            if self.all_rows:
+                kept = self._best(self.received[layer][head, old], old, pinned)
+            elif self.rows == 0:
                 kept = old[:pinned]
             else:
                 votes = self._votes(layer, head, keys, positions, computed, group, scaling)

@@ -96,7 +96,7 @@ def _classes(worker) -> dict[str, list[str]]:
     layers = runner.compilation_config.static_forward_context.values()
     impls = [layer.impl for layer in layers if hasattr(layer, "impl")]
     states = [getattr(b, "_tracker", None) for b in builders]
-    states += [getattr(i, "ring", None) for i in impls]
+    states += [getattr(i, name, None) for i in impls for name in ("ring", "sums")]
 
     def names(found) -> list[str]:
         return sorted({f"{cls.__module__}.{cls.__qualname__}" for cls in found})

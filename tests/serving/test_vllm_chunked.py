@@ -16,6 +16,7 @@ CASES = {
     "streaming": ({"sinks": PINNED}, {}),
     "snapkv": ({"recent": RECENT}, {"rows": 32, "kernel": 7, "grows": True}),
     "layersplit": ({"recent": RECENT}, {"rows": 32}),
+    "h2o": ({"recent": RECENT}, {"all_rows": True}),
 }
 LAYERS = 3  # in a group of vLLM's, of which one keeps everything and nine do not
 BLOCK_BYTES = LAYERS * BLOCK * 2 * 3 * 64 * 4  # keys and values of 3 KV heads in fp32

@@ -25,6 +25,7 @@ CASES = {
         {"rows": 8, "kernel": 7, "grows": True, "by_layer": TIERS},
     ),
     "layersplit": ({"budget": 384, "recent": 256}, {"rows": 32}),
+    "h2o": ({"budget": 384, "recent": 256}, {"all_rows": True}),
     "tova": ({"budget": 384, "recent": 256}, {"rows": 1, "one_set": True}),
 }
 
@@ -58,6 +59,12 @@ def test_the_test_can_fail(policy: str) -> None:
     for other in others:
         rows = range(len(LENGTHS))
         assert any(expected(policy, r)[0] != expected(other, r)[0] for r in rows), other
+
+
+def test_sums_start_anew() -> None:
+    """One request after the other in the same few blocks: none sees another's sums."""
+    pool = {"max_model_len": 832, "max_num_seqs": 1, "kv_cache_memory_bytes": 42 << 20}
+    check("h2o", (700, 450, 512), **pool)
 
 
 @pytest.mark.parametrize("policy", ["layersplit"])

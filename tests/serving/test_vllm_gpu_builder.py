@@ -50,6 +50,21 @@ def builder(monkeypatch, request):
     return made
 
 
+@pytest.fixture
+def adding(builder):
+    """The same for a policy of running sums, with one layer."""
+    from sparsekv.vllm.compaction import Scorer
+    from sparsekv.vllm.plain_cache import PlainBlocks
+
+    impl = SimpleNamespace(sums=None, sums_at=None, scale=0.25, logits_soft_cap=0)
+    layer = SimpleNamespace(impl=impl, kv_cache=torch.zeros(41, 2, 16, 32))
+    context = SimpleNamespace(static_forward_context={"one": layer})
+    builder.vllm_config = SimpleNamespace(compilation_config=context)
+    builder.layer_names, builder._access = ["one"], PlainBlocks()
+    builder._scorer = Scorer(0, "mean")
+    return builder
+
+
 def test_what_the_kernel_is_told(builder) -> None:
     builder.build(0, common([300, 20], [300, 20], [True, True], 0))
     metadata = builder.build(0, common([301, 21], [1, 1], [False, False], 1))
@@ -96,3 +111,72 @@ def test_a_prompt_that_is_cut_while_it_is_read(builder) -> None:
     assert told.seq_lens.tolist() == [301 - ((300 - 64) // 16 - 2) * 16]
     again = builder.build(0, common([100], [100], [True], 0)).common  # another request in its row
     assert again.seq_lens.tolist() == [100]
+
+
+def test_prompts_are_read_and_single_queries_are_not(adding) -> None:
+    first = adding.build(0, common([300, 20], [300, 20], [True, True], 0)).sparsekv_kept
+    (reading,) = first.adder.readings
+    assert reading.starts_q.tolist() == [0, 300, 320] and reading.used.tolist() == [300, 20]
+    assert reading.held.tolist() == [*range(1, 20), 1, 2]
+    mixed = adding.build(0, common([320, 21], [20, 1], [True, False], 1)).sparsekv_kept
+    (reading,) = mixed.adder.readings
+    assert reading.tokens.tolist() == list(range(20)) and reading.used.tolist() == [320]
+    assert reading.older[-3:].tolist() == [16, 12, 0]  # 300 tokens were there
+    assert mixed.held[:2].tolist() == [320, 21]
+    last = adding.build(0, common([321, 22], [1, 1], [False, False], 1)).sparsekv_kept
+    assert last.adder is None
+    gone = (320 - 64) // 16 - 2
+    assert last.held.tolist() == [321 - gone * 16, 22, 0]
+    assert last.table[0, :3].tolist() == [1, 2, gone + 3]
+
+
+def test_sums_are_there_before_a_capture(adding) -> None:
+    example = common([40, 40], [1, 1], [False, False], 0)
+    captured = adding.build_for_cudagraph_capture(example).sparsekv_kept
+    layer = adding.vllm_config.compilation_config.static_forward_context["one"]
+    sums = layer.impl.sums
+    assert sums.shape == (41, 2, 16) and captured.adder is None
+    later = adding.build(0, common([40, 21], [1, 1], [False, False], 0)).sparsekv_kept
+    assert layer.impl.sums is sums
+    for name in ("table", "held", "slots"):
+        assert getattr(captured, name).data_ptr() == getattr(later, name).data_ptr()
+
+
+def test_a_layer_adds_up(adding, monkeypatch) -> None:
+    """Prompts through readings, decode steps through the kernel: each token's sum is right."""
+    from sparsekv.kernels.paged_sums import add_attention_triton
+    from sparsekv.vllm import gpu
+
+    monkeypatch.setattr(gpu, "add_attention", add_attention_triton)
+    monkeypatch.setattr(gpu.FlashAttentionImpl, "forward", lambda self, *args, **kwargs: None)
+    layer = adding.vllm_config.compilation_config.static_forward_context["one"]
+    impl = object.__new__(gpu.SparseFlashImpl)
+    impl.ring, impl.sums, impl.reduction = None, None, "mean"
+    impl.scale, impl.logits_soft_cap, impl.head_size = 0.25, 0, 16
+    layer.impl = impl
+    layer.kv_cache.normal_()
+    query = torch.randn(60, 4, 16)
+    for step in (common([50], [50], [True], 1), common([51], [1], [False], 1)):
+        metadata = adding.build(0, step)
+        count = int(step.query_start_loc[1])
+        used = query[:50] if count == 50 else query[50:]
+        impl.forward(layer, used, None, None, layer.kv_cache, metadata, None)
+    keys = layer.kv_cache[1:5].transpose(1, 2).flatten(0, 1)[:51, :, :16]  # blocks 1, 2, 3, 4
+    x = torch.einsum("qhgd,khd->hgqk", query[:51].unflatten(1, (2, 2)), keys) * 0.25
+    wanted = x.masked_fill(~torch.ones(51, 51, dtype=torch.bool).tril(), -torch.inf).softmax(-1)
+    found = impl.sums[1:5].transpose(0, 1).flatten(1)[:, :51]
+    torch.testing.assert_close(found, wanted.mean(1).sum(1), rtol=1e-5, atol=1e-5)
+
+
+def test_graphs_hold_no_prompts_whose_queries_are_added_up() -> None:
+    from vllm.v1.attention.backend import AttentionCGSupport
+
+    from sparsekv.vllm.gpu import SparseFlashBuilder
+
+    def support(policy: str):
+        entry = {"sparsekv": {"policy": policy, "budget": 512}}
+        config = SimpleNamespace(additional_config=entry)
+        return SparseFlashBuilder.get_cudagraph_support(config, None)
+
+    assert support("h2o") == AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    assert support("snapkv") == SparseFlashBuilder._cudagraph_support

@@ -89,6 +89,9 @@ def test_slots_are_kept_and_given_again() -> None:
         ({"policy": "layersplit", "budget": 1024}, 24, 256),
         ({"policy": "layersplit", "budget": 384, "recent": 256}, 4, 256),
         ({"policy": "tova", "budget": 1024}, 31, 32),
+        ({"policy": "h2o", "budget": 1024}, 16, 512),
+        ({"policy": "h2o", "budget": 1000, "options": {"heavy_fraction": 0.1}}, 3, 904),
+        ({"policy": "h2o", "budget": 384, "recent": 256}, 4, 256),
     ],
 )
 def test_budgets(entry: dict, pinned: int, recent: int) -> None:
@@ -109,6 +112,10 @@ def test_nothing_is_asked_for() -> None:
         ({"policy": "nope", "budget": 1}, "policy to be one of"),
         ({"policy": "tova", "budget": 512, "options": {"window": 3}}, "options of tova"),
         ({"policy": "snapkv", "budget": 512, "options": {"tiers": 2}}, "options of snapkv"),
+        (
+            {"policy": "h2o", "budget": 512, "recent": 64, "options": {"heavy_fraction": 0.5}},
+            "both",
+        ),
         ({"policy": "pyramid", "budget": 512, "options": {"tiers": 1}}, "tiers"),
         ({"policy": "pyramid", "budget": 512, "options": {"rounding": "official"}}, "exact"),
         ({"policy": "snapkv", "budget": 0}, "budget"),
@@ -124,7 +131,14 @@ def test_settings_that_are_refused(entry: dict, match: str) -> None:
         parse({"sparsekv": entry})
 
 
-@pytest.mark.parametrize("settings", [Settings("snapkv", 40, 3), Settings("snapkv", 512, 3, 100)])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        Settings("snapkv", 40, 3),
+        Settings("snapkv", 512, 3, 100),
+        Settings("h2o", 512, options={"heavy_fraction": 0.05}),
+    ],
+)
 def test_budgets_of_broken_blocks(settings: Settings) -> None:
     with pytest.raises(ValueError, match="whole blocks of 32"):
         settings.layout(32)

@@ -125,7 +125,7 @@ def test_plan_of_tiers() -> None:
     [
         ({"full_layers": 30}, "full_layers below 30"),
         ({"policy": "pyramid", "tiers": 4}, "equal size, got 27: full_layers=2 or 6 would do"),
-        ({"policy": "h2o"}, "policy to be one of"),
+        ({"policy": "quest"}, "policy to be one of"),
         ({"budget": 40}, "whole blocks"),
     ],
 )
