@@ -149,7 +149,9 @@ def experiments(facts: dict[str, Any], folder: Path, link: Link) -> list[str]:
 
 def through_vllm(facts: dict[str, Any], folder: Path, link: Link) -> list[str]:
     """A run of `served_needle.py`."""
-    where = f"{facts['device']}, {facts['cores']} cores, torch {facts['torch']}, {facts['vllm']}"
+    device = facts["cpu"] if facts["device"] == "cpu" else facts["device"]
+    where = f"{device}, {facts['threads']} of {facts['cores']} cores, torch {facts['torch']}, "
+    where += facts["vllm"]
     commits = ", ".join(f"{mode} {of['commit']}" for mode, of in facts["served"].items())
     rows = read_csv(folder / "table.csv")
     tasks = list(dict.fromkeys(row["task"] for row in rows))

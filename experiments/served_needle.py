@@ -172,10 +172,19 @@ def _hashed(asked: list[Row]) -> str:
 def _write_run(given: argparse.Namespace, model: str, served: dict[str, Row]) -> None:
     facts = describe(torch.device("cuda" if torch.cuda.is_available() else "cpu"), None)
     command = shlex.join(["python", *sys.argv])
-    facts |= {"command": command, "vllm": _vllm(), "cores": os.cpu_count()}
+    facts |= {"command": command, "vllm": _vllm(), "cpu": _cpu(), "cores": os.cpu_count()}
+    facts |= {"threads": os.environ.get("OMP_NUM_THREADS", "vLLM's choice")}
     facts |= {"model": Path(model).name, "samples": given.samples, "seed": given.seed}
     facts |= {"questions": given.questions, "served": served}
     (given.out / "run.json").write_text(json.dumps(facts, indent=2) + "\n")
+
+
+def _cpu() -> str:
+    """The processor's name where Linux tells it."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else "unknown"
 
 
 def _vllm() -> str:
