@@ -78,12 +78,12 @@ class PinnedWindowManager(SingleTypeKVCacheManager):
     """Frees blocks [P, f) of each request; see `layout`."""
 
     def __init__(self, kv_cache_spec: PinnedWindowSpec, *args: Any, **kwargs: Any) -> None:
-        super().__init__(kv_cache_spec, *args, **kwargs)
         self.layout = kv_cache_spec.layout
         if kv_cache_spec.chunk:
-            # What is generated comes on top only later, as in a full layer.
+            # To be admitted; what is generated comes on top only later, as in a full layer.
             most = self.layout.most_blocks_read_chunked(kv_cache_spec.chunk)
-            self.max_admission_blocks_per_request = most
+            kwargs["max_admission_blocks_per_request"] = most
+        super().__init__(kv_cache_spec, *args, **kwargs)
         # Tokens of each request that were cached before its last step, and that will be after it.
         self._begun: dict[str, int] = {}
         self._allocated: dict[str, int] = {}

@@ -88,12 +88,21 @@ def test_more_requests_at_a_time() -> None:
         assert not any(out["preempted"].values())
 
 
-def test_what_admits_a_request() -> None:
+def test_what_admits_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
     from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
     from sparsekv.vllm.settings import Settings
-    from sparsekv.vllm.spec import PinnedWindowSpec
+    from sparsekv.vllm.spec import PinnedWindowManager, PinnedWindowSpec
 
+    caps = []
+    monkeypatch.setattr(
+        SingleTypeKVCacheManager,
+        "__init__",
+        lambda self, *args, max_admission_blocks_per_request: caps.append(
+            max_admission_blocks_per_request
+        ),
+    )
     window = SlidingWindowSpec(
         block_size=32, num_kv_heads=3, head_size=64, dtype=None, sliding_window=256
     )
@@ -106,3 +115,5 @@ def test_what_admits_a_request() -> None:
         )
         assert spec.max_admission_blocks_per_request(512, 4096) == blocks
         assert spec.max_admission_blocks_per_request(512, 320) == 10  # a model of short texts
+        PinnedWindowManager(spec, max_admission_blocks_per_request=blocks)
+    assert caps == [128, 29, 29]  # snapkv's prompt needs no more, only what it says does
