@@ -17,7 +17,7 @@ test: lint  ## Lint, types, then every test that needs no GPU; the notebooks are
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --nbmake tests experiments/notebooks
 
 # vLLM pins its own torch, hence an environment of its own; its CPU build needs Python 3.11.
-test-vllm: $(VLLM_READY)  ## The vLLM plugin, with vLLM's CPU build: real engines, half an hour.
+test-vllm: $(VLLM_READY)  ## The vLLM plugin, with vLLM's CPU build: many real engines, slow.
 	$(VLLM_BIN)/python -m pytest tests/serving tests/kernels/test_block_tables.py tests/kernels/test_paged_sums.py
 
 lint: $(READY)

@@ -4,9 +4,9 @@
                                                                     tokens held, j at that place
 
 fp32 [N, HK, block_size]. A token's place starts from 0 in the step that writes the token, whatever
-request had the block before. Rows of a chunk see all older keys, so the sums of prompts read in
-chunks are those of prompts read at once. Where blocks must go, pinned tokens and those leaving
-compete by their sums, which move with the keys.
+request had the block before. While a prompt is held whole, rows of a chunk see all older keys: its
+sums do not depend on its chunks. Where blocks must go, pinned tokens and those leaving compete by
+their sums, which move with the keys.
 
 Groups of layers share the memory of their caches, and a block belongs to one of them at a time: the
 layers of one cache share their sums.
