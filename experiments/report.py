@@ -2,10 +2,10 @@
 
     python experiments/report.py
 
-A run is a folder of experiments/results/ with run.json: either what `sparsekv eval` leaves (its
-table.csv and frontier.png; results.jsonl is too large to commit) or what `run_all.py` leaves (a
-table and a picture an experiment, without records/). Every number of the page is computed from
-these tables.
+A run is a folder of experiments/results/ with run.json: what `sparsekv eval` leaves (its table.csv
+and frontier.png; results.jsonl is too large to commit), what `run_all.py` leaves (a table and a
+picture an experiment, without records/), or what `served_needle.py` leaves (table.csv). Every
+number of the page is computed from these tables.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def page(results: Path, at: Path) -> str:
     runs.sort(key=lambda run: ("history" not in run[0], run[1].name))
     parts = [HEAD] if runs else [HEAD, "No run is committed yet.\n"]
     for facts, folder in runs:
-        made = evaluation if "history" in facts else experiments
+        made = experiments if "served" not in facts else through_vllm
+        made = evaluation if "history" in facts else made
         parts += made(facts, folder, lambda file: Path(os.path.relpath(file, at.parent)).as_posix())
     return "\n".join(parts)
 
@@ -175,6 +176,35 @@ def experiments(facts: dict[str, Any], folder: Path, link: Link) -> list[str]:
         if table.exists():
             parts += _experiment(experiment, table, link)
     return parts
+
+
+def through_vllm(facts: dict[str, Any], folder: Path, link: Link) -> list[str]:
+    """A run of `served_needle.py`."""
+    device = facts["cpu"] if facts["device"] == "cpu" else facts["device"]
+    where = f"{device}, {facts['threads']} of {facts['cores']} cores, torch {facts['torch']}, "
+    where += facts["vllm"]
+    commits = ", ".join(f"{mode} {of['commit']}" for mode, of in facts["served"].items())
+    rows = read_csv(folder / "table.csv")
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    lines = [f"| exact answers | {' | '.join(tasks)} |", "|---" * (len(tasks) + 1) + "|"]
+    for mode in facts["served"]:
+        mine = {row["task"]: row for row in rows if row["mode"] == mode}
+        lines.append(f"| {mode} | {' | '.join(_served(mine[task]) for task in tasks)} |")
+    return [
+        _title(folder, facts["samples"] < ENOUGH),
+        f"    {facts['command']}\n\n{where}, {facts['date']}. Commits: {commits}.\n",
+        f"Through vLLM, question-aware, {facts['samples']} contexts a task. "
+        f"Model {facts['model']}, seed {facts['seed']}. "
+        "In brackets the interval of the difference to dense.\n",
+        "\n".join(lines) + "\n",
+        f"[script]({link(ROOT / 'experiments' / 'served_needle.py')}) · "
+        f"[table]({link(folder / 'table.csv')})\n",
+    ]
+
+
+def _served(row: Row) -> str:
+    beside = "" if row["mode"] == DENSE else span(row, "to_dense_", "+.2f")
+    return f"{row['em']:.2f}{beside}"
 
 
 def _experiment(experiment: Any, table: Path, link: Link) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from sparsekv.vllm.register import MODELS
-from sparsekv.vllm.settings import FULL, KEY, Settings
+from sparsekv.vllm.settings import DENSE_PREFILL, FULL, KEY, Settings
 from sparsekv.vllm.tiers import tier_of
 
 BLOCK_SIZE = 32
@@ -21,24 +21,27 @@ _PER_LAYER = ("layer_types", "per_layer_sliding_window")
 
 def llm_kwargs(
     model: str, *, policy: str, budget: int = 1024, full_layers: int = 3,
-    recent: int | None = None, block_size: int = BLOCK_SIZE, **options: Any,
+    recent: int | None = None, prefill: str = DENSE_PREFILL, block_size: int = BLOCK_SIZE,
+    **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Keyword arguments for `vllm.LLM`: `LLM(**llm_kwargs(model, policy="snapkv", budget=1024))`.
 
     model: Hugging Face id or local folder. policy: "streaming", "snapkv", "pyramid",
     "layersplit", "h2o", "tova", or "full": vLLM as it is. budget: tokens a KV head keeps in each
     layer but the first `full_layers`, for "pyramid" on average; recent: those of them that are the
-    newest (None: the policy's choice). options: hyper-parameters of the policy. Raises ValueError,
-    with the reason, for settings or models that do not work.
+    newest (None: the policy's choice). prefill: "dense" or "chunked", see docs/serving.md. options:
+    hyper-parameters of the policy. Raises ValueError, with the reason, for settings or models that
+    do not work.
     """
     if policy == FULL:
         return {"model": model}
-    settings = Settings(policy, budget, full_layers, recent, options)
+    settings = Settings(policy, budget, full_layers, recent, prefill, options)
     layout = settings.layout(block_size)
     config = read_config(model)
     layers = sparse_layers(config, settings)
     entry = {"policy": policy, "budget": budget, "full_layers": full_layers, "options": options}
     entry |= {} if recent is None else {"recent": recent}
+    entry |= {} if prefill == DENSE_PREFILL else {"prefill": prefill}
     # On a CPU vLLM knows one backend, which the plugin extends under its name.
     choice = {"attention_config": {"backend_per_kind": {"sliding_window": "CUSTOM"}}}
     windows = {"layer_types": layers, "sliding_window": layout.recent}

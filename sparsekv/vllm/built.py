@@ -17,10 +17,11 @@ from sparsekv.vllm.tiers import tier_of
 
 
 class Built:
-    """Settings and block size of the engine built last; None: its layers are dense."""
+    """Settings, block size and most tokens of a chunk of the engine built last; None: dense."""
 
     settings: ClassVar[Settings | None] = None
     block_size: ClassVar[int] = 0
+    chunk: ClassVar[int] = 0
 
     @classmethod
     def note(cls, config: Any) -> Settings | None:
@@ -29,6 +30,7 @@ class Built:
         if settings is not None:
             check(config, settings)
         cls.settings, cls.block_size = settings, config.cache_config.block_size
+        cls.chunk = _chunk(config.scheduler_config)
         return settings
 
     @classmethod
@@ -40,7 +42,14 @@ class Built:
             return spec
         if tier is None and cls.settings.tiers > 1:
             raise ValueError("expected layers that know their tier, got one not yet loaded")
-        return PinnedWindowSpec.of(spec, cls.settings, cls.block_size, tier or 0)
+        chunk = cls.chunk if cls.settings.chunked else 0
+        return PinnedWindowSpec.of(spec, cls.settings, cls.block_size, tier or 0, chunk)
+
+
+def _chunk(scheduler: Any) -> int:
+    """Tokens of a prompt that vLLM reads in a step, at most."""
+    own, all_requests = scheduler.long_prefill_token_threshold, scheduler.max_num_batched_tokens
+    return min(own, all_requests) if own > 0 else all_requests
 
 
 def know_tier(impl: Any, backend: type, config: Any) -> None:

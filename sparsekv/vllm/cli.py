@@ -13,6 +13,9 @@ _EPILOG = (
     "sparsekv serve ./model --policy streaming --budget 512 --option sinks=128 --port 8001\n\n"
     "All other options are vLLM's and go to its server."
 )
+Prefill = Annotated[
+    str, typer.Option(help="dense: a prompt is read in full, then cut. chunked: cut at each chunk.")
+]
 
 
 def register(app: typer.Typer, user_errors: Callable[..., Any]) -> None:
@@ -36,6 +39,7 @@ def serve(
     recent: Annotated[
         int | None, typer.Option(help="Newest tokens always kept, of the budget.")
     ] = None,
+    prefill: Prefill = "dense",
     block_size: Annotated[int, typer.Option(help="Tokens a block of vLLM's cache.")] = 32,
     option: Annotated[
         list[str] | None, typer.Option(help="A hyper-parameter of the policy: name=value.")
@@ -52,7 +56,7 @@ def serve(
     options = dict(parse_option(text) for text in option or ())
     kwargs = llm_kwargs(
         model, policy=policy, budget=budget, full_layers=full_layers, recent=recent,
-        block_size=block_size, **options,
+        prefill=prefill, block_size=block_size, **options,
     )  # fmt: skip
     print(plan(kwargs), flush=True)
     line = command(kwargs, context.args)

@@ -14,6 +14,10 @@ from sparsekv.vllm.tiers import padded
 
 SERVER = "vllm.entrypoints.openai.api_server"
 _TOKENS = (1000, 4000, 16000)
+_WHILE_READ = {
+    False: "it is held whole",
+    True: "that and up to two chunks (--max-num-batched-tokens) of it are held",
+}
 # An argument of ours and the option of the server; those with False are switched off.
 _OPTIONS = {
     "hf_overrides": "--hf-overrides",
@@ -50,7 +54,7 @@ def plan(kwargs: Mapping[str, Any]) -> str:
     lines = [
         f"{settings.policy}: {settings.full_layers} layers keep every token, {', '.join(tiers)} "
         f"tokens a KV head{' and what is generated' if grows else ''}, in blocks of {size}",
-        "while a prompt is read it is held whole; then, in MiB of KV a request:",
+        f"while a prompt is read {_WHILE_READ[settings.chunked]}; then, in MiB of KV a request:",
     ]
     block = _token_bytes(config) * size
     for tokens in _TOKENS:

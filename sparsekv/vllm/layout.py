@@ -7,8 +7,9 @@ compute the same two numbers. With P pinned blocks of `block_size` tokens, and c
     blocks [P, f)     freed    f = max(P, (c - recent) // block_size)
     blocks [f, ..)    recent   at least the newest `recent` tokens, at most block_size - 1 more
 
-Until its prompt is complete a request holds everything (f = P). Where a policy only grows after the
-prompt, c is the prompt's length for ever.
+Until its prompt is complete a request holds everything (f = P), unless it is read *chunked*: then f
+moves with every chunk, before the next one is read. Where a policy only grows after the prompt, c
+stays the prompt's length from then on.
 """
 
 from __future__ import annotations
@@ -23,12 +24,16 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Layout:
-    """Blocks of a sparse layer; `grows`: nothing goes any more once the prompt has been cut."""
+    """Blocks of a sparse layer; `grows`: nothing goes any more once the prompt has been cut.
+
+    chunked: a prompt is cut after each of the chunks in which it is read, not when it is complete.
+    """
 
     block_size: int
     pinned_blocks: int
     recent: int
     grows: bool
+    chunked: bool = False
 
     def first_recent(self, computed: int) -> int:
         """f, the first recent block, of a request with `computed` tokens in the cache."""
@@ -43,13 +48,22 @@ class Layout:
         end = prompt if self.grows else tokens - 1
         return total - (self.first_recent(end) - self.pinned_blocks)
 
+    def most_blocks_read_chunked(self, chunk: int) -> int:
+        """Blocks of a request while its prompt is read in chunks of at most `chunk` tokens.
+
+        What the last chunk has pushed out is freed a step late, when the next one has its blocks:
+        pinned blocks, and recent + 2 chunks in tokens, which begin anywhere in a block.
+        """
+        return self.pinned_blocks + -(-(self.recent + 2 * chunk) // self.block_size) + 1
+
 
 class RowState:
     """Where each request's recent blocks begin, by slot: what a builder remembers between steps."""
 
     def __init__(self, layout: Layout, slots: int) -> None:
         self.layout = layout
-        self.recent_from = np.zeros(slots, dtype=np.int64)  # 0: the prompt is not complete
+        self.recent_from = np.zeros(slots, dtype=np.int64)  # 0: it still holds everything
+        self._complete = np.zeros(slots, dtype=np.bool_)  # the prompt has been read, and cut
 
     def advance(
         self, slots: Ints, computed: Ints, prefilling: NDArray[np.bool_]
@@ -60,13 +74,14 @@ class RowState:
         prefilling: whether the prompt was incomplete then, [B].
         """
         pinned = self.layout.pinned_blocks
-        held = self.recent_from[slots]
-        before = np.where(prefilling, pinned, np.maximum(held, pinned))
+        whole = computed == 0 if self.layout.chunked else prefilling
+        before = np.where(whole, pinned, np.maximum(self.recent_from[slots], pinned))
         now = np.maximum(before, (computed - self.layout.recent) // self.layout.block_size)
         if self.layout.grows:
-            now = np.where(held > 0, before, now)
-        now = np.where(prefilling, pinned, now)
-        self.recent_from[slots] = np.where(prefilling, 0, now)
+            now = np.where(self._complete[slots], before, now)
+        now = np.where(whole, pinned, now)
+        self.recent_from[slots] = np.where(whole, 0, now)
+        self._complete[slots] = ~prefilling
         return before, now
 
 

@@ -43,6 +43,11 @@ def _findings(config: Any, settings: Settings) -> list[tuple[bool, str, str]]:
             f"scores are computed from its keys as they are, got {cache.cache_dtype}",
         ),
         (
+            settings.chunked and not config.scheduler_config.enable_chunked_prefill,
+            "chunked prefill, for prefill='chunked',",
+            "a prompt that is read in one step is held whole",
+        ),
+        (
             bool(config.scheduler_config.disable_hybrid_kv_cache_manager),
             "the hybrid KV cache manager",
             "without it every layer holds every block",

@@ -4,6 +4,7 @@ policy        a name in DEFAULTS; "full" or no entry at all: vLLM as it is
 budget        tokens kept per KV head in each sparse layer, pinned and recent together; "pyramid":
               on average over the sparse layers
 full_layers   the first layers, which keep everything
+prefill       "dense": a prompt is attended in full, then cut; "chunked": cut after each chunk of it
 recent        of the budget, the newest tokens that are always kept; None: the policy's choice
 options       hyper-parameters of the policy, as in `sparsekv policies`; "pyramid": tiers, too
 """
@@ -24,6 +25,7 @@ from sparsekv.vllm.tiers import tier_blocks
 
 KEY = "sparsekv"
 FULL = "full"
+DENSE_PREFILL, CHUNKED_PREFILL = "dense", "chunked"
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "streaming": {"sinks": 4},
     "snapkv": {},
@@ -44,6 +46,7 @@ class Settings:
     budget: int
     full_layers: int = 3
     recent: int | None = None
+    prefill: str = DENSE_PREFILL
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -55,6 +58,10 @@ class Settings:
         positive("full_layers", self.full_layers, at_least=0)
         if self.recent is not None:
             positive("recent", self.recent)
+        if self.prefill not in (DENSE_PREFILL, CHUNKED_PREFILL):
+            raise ValueError(
+                f"expected prefill to be {DENSE_PREFILL} or {CHUNKED_PREFILL}, got {self.prefill!r}"
+            )
         self._check_method()
 
     @property
@@ -77,6 +84,11 @@ class Settings:
     def scored(self) -> bool:
         """Whether attention decides what is pinned."""
         return not isinstance(self.method, Streaming)
+
+    @property
+    def chunked(self) -> bool:
+        """Whether a prompt is cut chunk by chunk while it is read."""
+        return self.prefill == CHUNKED_PREFILL
 
     @property
     def rows(self) -> int:
@@ -110,7 +122,7 @@ class Settings:
         if isinstance(method, Pyramid):
             blocks = tier_blocks(blocks[0], block_size, self.tiers, method.beta)
         grows = isinstance(method, SnapKV)
-        return tuple(Layout(block_size, b, recent, grows) for b in blocks)
+        return tuple(Layout(block_size, b, recent, grows, self.chunked) for b in blocks)
 
     def _recent(self, block_size: int) -> int:
         """Recent tokens: as asked, or what the policy protects and the part of a block beside."""

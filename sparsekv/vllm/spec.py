@@ -1,7 +1,9 @@
 """vLLM's side of the layout: a KV cache spec, and the manager that frees what the layout says.
 
-`remove_skipped_blocks` runs in the scheduler before each step of a request. It frees by the counts
-of the call before, a step late, so that a worker has always moved what it wants to keep first.
+`remove_skipped_blocks` runs in the scheduler before each step of a request. It frees what the
+request's last step, whose worker moves what it keeps before anything else, no longer held: a step
+late, so that a block is never given away first. Steps run in order, so this holds for one that is
+still on its way, too.
 """
 
 from __future__ import annotations
@@ -23,21 +25,25 @@ _MAX_REPLAYS = 1 << 16  # finished requests are told apart from preempted ones b
 
 @dataclass(frozen=True, kw_only=True)
 class PinnedWindowSpec(SlidingWindowSpec):
-    """Layers that hold `pinned_tokens` and the newest `sliding_window` tokens of a request."""
+    """Layers that hold `pinned_tokens` and the newest `sliding_window` tokens of a request.
+
+    chunk: tokens of a chunk of a prompt, at most, where prompts are cut chunk by chunk; else 0.
+    """
 
     pinned_tokens: int
     grows: bool
+    chunk: int
 
     @classmethod
     def of(
-        cls, spec: SlidingWindowSpec, settings: Settings, block_size: int, tier: int
+        cls, spec: SlidingWindowSpec, settings: Settings, block_size: int, tier: int, chunk: int
     ) -> PinnedWindowSpec:
         """The spec of a sparse layer, from the windowed one that vLLM made of it."""
         layout = settings.layout(block_size, tier)
         kept = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec) if f.init}
         kept["sliding_window"] = layout.recent
         pinned = layout.pinned_blocks * block_size
-        return cls(**kept, pinned_tokens=pinned, grows=layout.grows)
+        return cls(**kept, pinned_tokens=pinned, grows=layout.grows, chunk=chunk)
 
     @property
     def layout(self) -> Layout:
@@ -48,7 +54,7 @@ class PinnedWindowSpec(SlidingWindowSpec):
                 f"expected blocks that divide {self.pinned_tokens} pinned tokens, got blocks of "
                 f"{self.block_size}: pass block_size"
             )
-        return Layout(self.block_size, pinned, self.sliding_window, self.grows)
+        return Layout(self.block_size, pinned, self.sliding_window, self.grows, self.chunk > 0)
 
     @property
     def prefix_cacheable(self) -> bool:
@@ -58,17 +64,28 @@ class PinnedWindowSpec(SlidingWindowSpec):
     def max_admission_blocks_per_request(
         self, max_in_flight_tokens: int, max_model_len: int
     ) -> int:
-        """Blocks at the end of the longest prompt, which is attended in full."""
-        return -(-max_model_len // self.block_size)
+        """The most that a request ever holds: what admits it, and what the pool must have.
+
+        All of the longest prompt if it is attended in full, or where all that is generated stays.
+        """
+        whole = -(-max_model_len // self.block_size)
+        if self.grows or not self.chunk:
+            return whole
+        return min(whole, self.layout.most_blocks_read_chunked(self.chunk))
 
 
 class PinnedWindowManager(SingleTypeKVCacheManager):
     """Frees blocks [P, f) of each request; see `layout`."""
 
     def __init__(self, kv_cache_spec: PinnedWindowSpec, *args: Any, **kwargs: Any) -> None:
-        super().__init__(kv_cache_spec, *args, **kwargs)
         self.layout = kv_cache_spec.layout
-        self._processed: dict[str, int] = {}
+        if kv_cache_spec.chunk:
+            # To be admitted; what is generated comes on top only later, as in a full layer.
+            most = self.layout.most_blocks_read_chunked(kv_cache_spec.chunk)
+            kwargs["max_admission_blocks_per_request"] = most
+        super().__init__(kv_cache_spec, *args, **kwargs)
+        # Tokens of each request that were cached before its last step, and that will be after it.
+        self._begun: dict[str, int] = {}
         self._allocated: dict[str, int] = {}
         self._replays: OrderedDict[str, int] = OrderedDict()
 
@@ -76,6 +93,7 @@ class PinnedWindowManager(SingleTypeKVCacheManager):
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
     ) -> list[KVCacheBlock]:
         """As every manager; notes how far the request has come."""
+        self._begun[request_id] = self._allocated.get(request_id, 0)
         self._allocated[request_id] = num_tokens
         return super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
 
@@ -85,21 +103,21 @@ class PinnedWindowManager(SingleTypeKVCacheManager):
         processed_computed_tokens: int,
         num_prompt_tokens: int | None = None,
     ) -> None:
-        """Free what the layout no longer holds, by the processed tokens of the call before."""
-        computed = self._processed.get(request_id, 0)
-        self._processed[request_id] = processed_computed_tokens
+        """Free what the layout did not hold any more in the request's last step."""
+        begun = self._begun.get(request_id, 0)
         if num_prompt_tokens is None:
             return
         # A preempted request is read again from its start, generated tokens included.
         prompt = max(num_prompt_tokens, self._replays.get(request_id, 0))
-        if computed < prompt:
+        if begun < prompt and not self.layout.chunked:
             return
-        first = self.layout.first_recent(num_prompt_tokens if self.layout.grows else computed)
+        end = min(begun, num_prompt_tokens) if self.layout.grows else begun
+        first = self.layout.first_recent(end)
         self._remove_blocks_in_range(request_id, self.layout.pinned_blocks, first)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """As every manager; remembers how much a preempted request will have to read again."""
-        self._processed.pop(request_id, None)
+        self._begun.pop(request_id, None)
         if (tokens := self._allocated.pop(request_id, None)) is not None:
             # The token sampled last may come on top.
             self._replays[request_id] = max(tokens + 1, self._replays.pop(request_id, 0))

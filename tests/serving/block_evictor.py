@@ -45,16 +45,15 @@ class BlockEvictor:
             self.prompt, self.queries, self.held, self.received = total, {}, {}, {}
         seen = torch.ones(heads, tokens, total, dtype=torch.bool).tril(total - tokens)
         if layer >= self.full_layers:
-            if tokens < total:  # a decode step
-                self._cut(layer, key[0], total - 1, group, scaling)
-                seen[:] = False
+            if tokens < total:  # a decode step, or a chunk of a prompt that is not the first
+                self._cut(layer, key[0], total - tokens, group, scaling)
+                seen[:, :, : total - tokens] = False
                 for head, positions in enumerate(self.held[layer]):
-                    seen[head, 0, positions] = True
-                    seen[head, 0, -1] = True
+                    seen[head, :, positions] = True
             self.queries.setdefault(layer, []).extend(query[0].unbind(1))
             if tokens < total:
                 self.held[layer] = [
-                    torch.cat([p, torch.tensor([total - 1])]) for p in self.held[layer]
+                    torch.cat([p, torch.arange(total - tokens, total)]) for p in self.held[layer]
                 ]
             else:
                 self.held[layer] = [torch.arange(total) for _ in range(heads)]
@@ -69,7 +68,7 @@ class BlockEvictor:
 
     def _cut(self, layer: int, keys: Tensor, computed: int, group: int, scaling: float) -> None:
         """Before a step with `computed` tokens cached: drop what the layout no longer holds."""
-        end = self.prompt if self.grows else computed
+        end = min(self.prompt, computed) if self.grows else computed
         pinned = self.by_layer.get(layer, self.pinned)
         edge = max(pinned, (end - self.recent) // self.block_size * self.block_size)
         for head, positions in enumerate(list(self.held[layer])):
@@ -106,8 +105,17 @@ class BlockEvictor:
         return old[torch.tensor(sorted(order[:pinned]))]
 
 
-def greedy(folder: str, prompt: list[int], new_tokens: int, evictor: BlockEvictor | None):
-    """(tokens, their log-probabilities) of one prompt, fp32; evictor None: dense."""
+def greedy(
+    folder: str,
+    prompt: list[int],
+    new_tokens: int,
+    evictor: BlockEvictor | None,
+    chunks: list[int] | None = None,
+):
+    """(tokens, their log-probabilities) of one prompt, fp32; evictor None: dense.
+
+    chunks: tokens of the parts in which the prompt is read, and cut; None: all at once.
+    """
     torch.set_num_threads(1)  # threads that wait for each other crawl on a busy machine
     name = "block_evictor" if evictor else "eager"
     if evictor:
@@ -116,9 +124,14 @@ def greedy(folder: str, prompt: list[int], new_tokens: int, evictor: BlockEvicto
         folder, dtype=torch.float32, attn_implementation="eager"
     ).eval()
     model.config._attn_implementation = name
-    cache, ids = DynamicCache(), torch.tensor([prompt])
+    *first, ids = torch.tensor([prompt]).split(chunks or [len(prompt)], dim=1)
+    cache = DynamicCache()
     tokens, logprobs = [], []
     with torch.no_grad():
+        for part in first:
+            model(part, past_key_values=cache, use_cache=True)
+            if evictor:
+                evictor.prompt = len(prompt)
         for _ in range(new_tokens):
             logits = model(ids, past_key_values=cache, use_cache=True).logits[0, -1]
             token = int(logits.argmax())

@@ -41,11 +41,11 @@ class Server:
             seq_lens_cpu_upper_bound=lengths, block_table_tensor=self.table[rows],
             is_prefilling=torch.tensor([b < prompts[i] for b, i in zip(before, rows, strict=True)]),
         )  # fmt: skip
-        step = self.tracker.step(common)
+        step, self.prompts = self.tracker.step(common), prompts
         for cut in cuts(step, self.layout, common.block_table_tensor, self.scorer.rows):
             apply(cut, self.cache, self.ring, PlainBlocks(), self.layout, self.scorer, SCALE, None)
         for i, b in zip(rows, before, strict=True):
-            if b >= prompts[i]:
+            if b >= prompts[i] or (self.layout.chunked and b):
                 self._cut(i, b)
         new = torch.randn(int(start[-1]), HK, 2 * D, generator=self.gen)
         query = torch.randn(int(start[-1]), HK * G, D, generator=self.gen)
@@ -96,7 +96,7 @@ class Server:
             self.held[i][head] = torch.cat([kept, held[held >= edge]])
 
     def prompt_end(self, i: int, computed: int) -> int:
-        if not self.layout.grows:
+        if not self.layout.grows or computed < self.prompts[i]:
             return computed
         self.ends = getattr(self, "ends", {})
         return self.ends.setdefault(i, computed)
@@ -108,8 +108,9 @@ class Server:
     [Scorer(R, "mean", "max", 1), Scorer(R, "mean", "max", 5), Scorer(1, "layer_mean")],
     ids=["plain", "pooled", "tova"],
 )
-def test_pinned_tokens(grows: bool, scorer: Scorer) -> None:
-    server = Server(Layout(SIZE, 2, 24, grows), scorer)
+@pytest.mark.parametrize("chunked", [False, True])
+def test_pinned_tokens(grows: bool, scorer: Scorer, chunked: bool) -> None:
+    server = Server(Layout(SIZE, 2, 24, grows, chunked), scorer)
     prompts = [150, 40, 97]
     server.step([100, 40, 60], prompts)
     server.step([50, 1, 0], prompts)

@@ -31,8 +31,8 @@ def common(lengths: list[int], counts: list[int], prefilling: list[bool], padded
     )  # fmt: skip
 
 
-@pytest.fixture
-def builder(monkeypatch):
+@pytest.fixture(params=[False])
+def builder(monkeypatch, request):
     from sparsekv.vllm import gpu
     from sparsekv.vllm.layout import Layout
     from sparsekv.vllm.rows import Tracker
@@ -42,7 +42,7 @@ def builder(monkeypatch):
 
     monkeypatch.setattr(gpu.FlashAttentionMetadataBuilder, "build", build)
     made = object.__new__(gpu.SparseFlashBuilder)
-    made._layout, made._scorer = Layout(16, 2, 64, False), None
+    made._layout, made._scorer = Layout(16, 2, 64, False, request.param), None
     made._tracker = Tracker(made._layout, 4)
     made._lengths = torch.zeros(4, dtype=torch.int32)
     made._sent = torch.zeros(2, 4, dtype=torch.int32)
@@ -95,6 +95,22 @@ def test_a_warm_up_leaves_no_trace(builder) -> None:
     builder.build(0, common([300], [300], [True], 0))
     builder.build(0, common([1, 1], [1, 1], [False, False], 0))
     assert builder._tracker.state.recent_from.tolist() == [0] * 4
+
+
+@pytest.mark.parametrize("builder", [True], indirect=True)
+def test_a_prompt_that_is_cut_while_it_is_read(builder) -> None:
+    """The second chunk sees what the first one has left, and itself."""
+    whole = builder.build(0, common([200, 20], [200, 20], [True, True], 0)).common
+    assert whole.seq_lens.tolist() == [200, 20]
+    told = builder.build(0, common([300, 21], [100, 1], [True, False], 1)).common
+    first = (200 - 64) // 16
+    assert told.seq_lens.tolist() == [300 - (first - 2) * 16, 21, 0]
+    assert told.block_table_tensor[0, :4].tolist() == [1, 2, first + 1, first + 2]
+    assert told.max_seq_len == told.seq_lens.max()
+    told = builder.build(0, common([301], [1], [False], 0)).common
+    assert told.seq_lens.tolist() == [301 - ((300 - 64) // 16 - 2) * 16]
+    again = builder.build(0, common([100], [100], [True], 0)).common  # another request in its row
+    assert again.seq_lens.tolist() == [100]
 
 
 def test_prompts_are_read_and_single_queries_are_not(adding) -> None:

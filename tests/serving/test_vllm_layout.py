@@ -33,6 +33,34 @@ def test_rows_follow_the_layout(size, pinned, recent, grows, prompt, new) -> Non
         assert held == layout.held_blocks(computed + 1, prompt)
 
 
+@given(
+    size=st.sampled_from([16, 32]),
+    pinned=st.integers(1, 4),
+    recent=st.integers(1, 100),
+    grows=st.booleans(),
+    chunks=st.lists(st.integers(1, 120), min_size=1, max_size=12),
+    new=st.integers(1, 60),
+)
+def test_chunked_prompts_are_cut_at_every_chunk(size, pinned, recent, grows, chunks, new) -> None:
+    """A worker's rows follow the formula; a scheduler that is a step late holds no more than it
+    was told to admit."""
+    layout = Layout(size, pinned, recent, grows, True)
+    state, slot, prompt = RowState(layout, 3), np.array([1]), sum(chunks)
+    state.advance(slot, np.array([9999]), np.array([False]))  # somebody else's, who is gone
+    computed, held_from, freed = 0, pinned, pinned
+    for step, count in enumerate([*chunks, *[1] * new]):
+        if step:
+            freed = max(freed, held_from)
+        before, now = state.advance(slot, np.array([computed]), np.array([computed < prompt]))
+        end = min(computed, prompt) if grows else computed
+        assert now[0] == layout.first_recent(end) and before[0] == held_from
+        held_from = int(now[0])
+        computed += count
+        if computed <= prompt or not grows:
+            blocks = -(-computed // size) - (freed - pinned)
+            assert blocks <= layout.most_blocks_read_chunked(max(chunks))
+
+
 def test_a_prompt_holds_everything() -> None:
     layout = Layout(16, 2, 32, False)
     state = RowState(layout, 2)
@@ -92,6 +120,7 @@ def test_nothing_is_asked_for() -> None:
         ({"policy": "pyramid", "budget": 512, "options": {"rounding": "official"}}, "exact"),
         ({"policy": "snapkv", "budget": 0}, "budget"),
         ({"policy": "snapkv", "budget": 512, "window": 3}, "settings in"),
+        ({"policy": "snapkv", "budget": 512, "prefill": "some"}, "prefill to be"),
         ({"policy": "snapkv", "budget": 512, "options": {"widow": 3}}, "options of snapkv"),
         ({"policy": "layersplit", "budget": 512, "options": {"accum": "sum"}}, "accum='ema'"),
         ({"policy": "streaming", "budget": 512, "options": {"positions": "cache"}}, "original"),

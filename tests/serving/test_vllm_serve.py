@@ -32,6 +32,7 @@ def config(**changes: object) -> SimpleNamespace:
         "parallel_config.decode_context_parallel_size": 1,
         "parallel_config.tensor_parallel_size": 1,
         "scheduler_config.disable_hybrid_kv_cache_manager": False,
+        "scheduler_config.enable_chunked_prefill": True,
     }
     found = SimpleNamespace()
     for name, value in {**fine, **changes}.items():
@@ -72,6 +73,13 @@ def test_tova_needs_all_heads() -> None:
         check(ranks, Settings("tova", 512))
 
 
+def test_chunked_prefill_needs_chunks() -> None:
+    whole = config(**{"scheduler_config.enable_chunked_prefill": False})
+    check(whole, Settings("snapkv", 512))
+    with pytest.raises(ValueError, match="chunked prefill"):
+        check(whole, Settings("snapkv", 512, prefill="chunked"))
+
+
 def test_streaming_takes_a_quantised_cache() -> None:
     check(config(**{"cache_config.cache_dtype": "fp8"}), Settings("streaming", 512))
 
@@ -92,6 +100,10 @@ def test_plan_and_command() -> None:
     assert done.exit_code == 0, done.output
     assert "27 keep 128 pinned and 256 recent tokens" in done.output
     assert "--no-enable-prefix-caching" in done.output and "--port 8123" in done.output
+    assert "while a prompt is read it is held whole" in done.output
+    done = CliRunner().invoke(APP, [*line, "--dry-run", "--prefill", "chunked"])
+    assert done.exit_code == 0 and "two chunks" in done.output
+    assert '"prefill": "chunked"' in done.output
 
 
 @needs_vllm
