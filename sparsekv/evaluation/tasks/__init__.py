@@ -45,7 +45,7 @@ SMOKE: Mapping[str, int] = MappingProxyType(
         "icl-1k": 4,
         "lm-prose-2k": 4,
         "lm-code-2k": 4,
-        "arc-easy": 2,
+        "arc-easy": 1,
     }
 )
 FULL: Mapping[str, int] = MappingProxyType(
