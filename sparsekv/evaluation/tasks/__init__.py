@@ -38,11 +38,11 @@ TASKS: Mapping[str, Builder] = MappingProxyType(
 SMOKE: Mapping[str, int] = MappingProxyType(
     {
         "needle-1k": 4,
-        "needle-2k": 3,
+        "needle-2k": 2,
         "passkey-1k": 8,
         "recall-1k": 2,
-        "xquad-1k": 3,
-        "icl-1k": 4,
+        "xquad-1k": 2,
+        "icl-1k": 2,
         "lm-prose-2k": 4,
         "lm-code-2k": 4,
         "arc-easy": 1,
