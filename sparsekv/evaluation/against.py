@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from sparsekv.evaluation.cells import Cell
-from sparsekv.evaluation.intervals import Sums, interval
-from sparsekv.evaluation.lines import AVERAGE
+from sparsekv.evaluation.intervals import interval
+from sparsekv.evaluation.lines import AVERAGE, dense_of, score
 from sparsekv.evaluation.records import Key
 from sparsekv.policies import Full
 
@@ -66,7 +66,7 @@ def differences(cells: Mapping[Key, Cell], against: str) -> list[Difference]:
     same budget has no line.
 
     Raises:
-        ValueError: no cell of `against` but for a budget.
+        ValueError: `against` was not run under any budget.
     """
     found = [cell for cell in cells.values() if cell.policy not in (Full.name, against)]
     if not any(c.policy == against and c.budget is not None for c in cells.values()):
@@ -107,25 +107,16 @@ def _row(line: Difference) -> dict[str, Any]:
 
 def _both(cells: Mapping[Key, Cell], cell: Cell, against: str) -> _Both | None:
     other = cells.get((cell.task, against, cell.budget, cell.protocol))
-    dense = cells.get((cell.task, Full.name, None, cell.protocol))
+    dense = dense_of(cells, cell)
     if cell.refused is not None or other is None or other.refused is not None or dense is None:
         return None
     common = [key for key in cell.items if key in other.items and key in dense.items]
     if not common:
         return None
     one, two, base = (c.sums(common) for c in (cell, other, dense))
-    nll = cell.headline == "nll"
-    scores = [_score(sums, base, nll) for sums in (one, two)]
     ratio = cell.mean("kv_bytes") / other.mean("kv_bytes")
-    (a, drawn_a), (b, drawn_b) = scores
+    (a, drawn_a), (b, drawn_b) = (score(sums, base, cell.headline) for sums in (one, two))
     return _Both(cell.task, len(one.total), (a, b), drawn_a - drawn_b, ratio)
-
-
-def _score(sums: Sums, dense: Sums, nll: bool) -> tuple[float, np.ndarray]:
-    """A score where more is better: of all contexts, and of each draw."""
-    if not nll:
-        return sums.mean, sums.draws()
-    return float(np.exp(dense.mean - sums.mean)), np.exp(dense.draws() - sums.draws())
 
 
 def _line(task: str, about: _About, members: list[_Both]) -> Difference:

@@ -63,11 +63,16 @@ class _Pair:
 
     def scores(self, metric: str) -> tuple[float, float, np.ndarray, np.ndarray]:
         """score and dense score of an average, and their draws."""
-        own, dense = self.own.draws(), self.dense.draws()
-        if metric != "nll":
-            return self.own.mean, self.dense.mean, own, dense
-        ones = np.ones_like(own)
-        return float(np.exp(self.dense.mean - self.own.mean)), 1.0, np.exp(dense - own), ones
+        own, own_draws = score(self.own, self.dense, metric)
+        dense, dense_draws = score(self.dense, self.dense, metric)
+        return own, dense, own_draws, dense_draws
+
+
+def score(sums: Sums, dense: Sums, metric: str) -> tuple[float, np.ndarray]:
+    """A score where more is better, as averages count it: of all contexts, and of each draw."""
+    if metric != "nll":
+        return sums.mean, sums.draws()
+    return float(np.exp(dense.mean - sums.mean)), np.exp(dense.draws() - sums.draws())
 
 
 def lines(cells: Mapping[Key, Cell]) -> list[Line]:
@@ -79,7 +84,7 @@ def lines(cells: Mapping[Key, Cell]) -> list[Line]:
         dense, budget = cell.policy != Full.name, _size(cell.budget)
         return order[cell.task], cell.protocol, dense, policies[cell.policy], budget
 
-    return [_line(cell, _dense(cells, cell)) for cell in sorted(cells.values(), key=place)]
+    return [_line(cell, dense_of(cells, cell)) for cell in sorted(cells.values(), key=place)]
 
 
 def averages(cells: Mapping[Key, Cell]) -> list[Line]:
@@ -116,7 +121,7 @@ def _line(cell: Cell, dense: Cell | None) -> Line:
 def _average(cells: Mapping[Key, Cell], group: list[Cell]) -> Line | None:
     """None without dense cells."""
     done = [cell for cell in group if cell.refused is None]
-    pairs = [(cell, _pair(cell, _dense(cells, cell))) for cell in done]
+    pairs = [(cell, _pair(cell, dense_of(cells, cell))) for cell in done]
     scores = [pair.scores(cell.headline) for cell, pair in pairs if pair is not None]
     first = group[0]
     about = (AVERAGE, first.protocol, first.policy, first.budget, "score", False)
@@ -143,7 +148,8 @@ def _costs(cells: list[Cell]) -> dict[str, Any]:
     return found | {"ratio": float(np.mean(ratios))}
 
 
-def _dense(cells: Mapping[Key, Cell], cell: Cell) -> Cell | None:
+def dense_of(cells: Mapping[Key, Cell], cell: Cell) -> Cell | None:
+    """The cell of a dense cache beside this one, if it was run."""
     return cells.get((cell.task, Full.name, None, cell.protocol))
 
 

