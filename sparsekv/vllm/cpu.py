@@ -20,11 +20,12 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from sparsekv.vllm.built import Built, know_tier, settings_of
-from sparsekv.vllm.compaction import Scorer, apply, cuts
+from sparsekv.vllm.compaction import Scorer
 from sparsekv.vllm.cpu_cache import PackedBlocks
+from sparsekv.vllm.pinning import pin_best
 from sparsekv.vllm.rows import Step, Tracker, shorten, store_queries
 from sparsekv.vllm.spec import PinnedWindowSpec
-from sparsekv.vllm.sums import Adder, apply_sums, provide_sums, readings
+from sparsekv.vllm.sums import Adder, provide_sums, readings
 
 
 class SparseCPUBackend(CPUAttentionBackend):
@@ -140,11 +141,4 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
         layers = self.vllm_config.compilation_config.static_forward_context
         if not scorer.rows:
             provide_sums(self.layer_names, layers)
-        for cut in cuts(step, layout, table, scorer.rows):
-            for name in self.layer_names:
-                impl, cache = layers[name].impl, layers[name].kv_cache
-                if not scorer.rows:
-                    apply_sums(cut, cache, impl.sums, self._access, layout)
-                    continue
-                softcap = impl.logits_soft_cap or None
-                apply(cut, cache, impl.ring, self._access, layout, scorer, impl.scale, softcap)
+        pin_best(step, layout, table, scorer, self._access, self.layer_names, layers)

@@ -26,12 +26,13 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from sparsekv.kernels.block_tables import shorten_tables, store_queries
 from sparsekv.kernels.paged_sums import add_attention
 from sparsekv.vllm.built import Built, know_tier, settings_of
-from sparsekv.vllm.compaction import Scorer, apply, cuts
+from sparsekv.vllm.compaction import Scorer
+from sparsekv.vllm.pinning import pin_best
 from sparsekv.vllm.plain_cache import PlainBlocks
 from sparsekv.vllm.rows import Step, Tracker
 from sparsekv.vllm.settings import parse
 from sparsekv.vllm.spec import PinnedWindowSpec
-from sparsekv.vllm.sums import Adder, apply_sums, provide_sums, readings
+from sparsekv.vllm.sums import Adder, provide_sums, readings
 
 
 class Kept(NamedTuple):
@@ -229,13 +230,6 @@ class SparseFlashBuilder(FlashAttentionMetadataBuilder):
         """Pin the best tokens of the requests whose blocks must go, in every layer of the group."""
         assert self._scorer is not None
         layers = self.vllm_config.compilation_config.static_forward_context
-        for cut in cuts(step, self._layout, table, self._scorer.rows):
-            for name in self.layer_names:
-                impl, cache = layers[name].impl, layers[name].kv_cache
-                if not self._scorer.rows:
-                    apply_sums(cut, cache, impl.sums, self._access, self._layout)
-                    continue
-                apply(
-                    cut, cache, impl.ring, self._access, self._layout, self._scorer, impl.scale,
-                    impl.logits_soft_cap or None,
-                )  # fmt: skip
+        pin_best(
+            step, self._layout, table, self._scorer, self._access, self.layer_names, layers
+        )  # fmt: skip

@@ -115,3 +115,10 @@ def run(
         "abort": abort or {},
     }
     return _run(json.dumps(job))
+
+
+def check_same(answer: dict, tokens: list[int], logprobs: list[float], row: int) -> None:
+    """An engine's answer is these tokens, with these log-probabilities up to fp32's rounding."""
+    assert answer["tokens"] == tokens, f"row {row}"
+    worst = max(abs(a - b) for a, b in zip(answer["logprobs"], logprobs, strict=True))
+    assert worst < 1e-4, f"row {row}: {worst}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 from block_evictor import BlockEvictor, greedy
-from engines import BLOCK, generate, model, needs_vllm, prompts
+from engines import BLOCK, check_same, generate, model, needs_vllm, prompts
 
 pytestmark = [needs_vllm, pytest.mark.slow]
 
@@ -48,10 +48,7 @@ def test_tokens_and_logprobs(policy: str) -> None:
         chunks = steps[: len(steps) - (NEW - 1)]
         assert sum(chunks) == length and len(chunks) > 1
         tokens, logprobs = read(policy, row, chunks)
-        answer = got["answers"][str(row)]
-        assert answer["tokens"] == tokens, f"row {row}"
-        worst = max(abs(a - b) for a, b in zip(answer["logprobs"], logprobs, strict=True))
-        assert worst < 1e-4, f"row {row}: {worst}"
+        check_same(got["answers"][str(row)], tokens, logprobs, row)
 
 
 @pytest.mark.parametrize("policy", CASES)

@@ -7,7 +7,7 @@ import functools
 
 import pytest
 from block_evictor import BlockEvictor, greedy
-from engines import BLOCK, generate, model, needs_vllm, prompts
+from engines import BLOCK, check_same, generate, model, needs_vllm, prompts
 
 pytestmark = [needs_vllm, pytest.mark.slow]
 
@@ -41,10 +41,7 @@ def check(policy: str, lengths: tuple[int, ...] = LENGTHS, **kwargs) -> None:
     assert got["leaked_blocks"] == 0 and got["left_behind"] == 0
     for row in range(len(lengths)):
         tokens, logprobs = expected(policy, row, lengths)
-        answer = got["answers"][str(row)]
-        assert answer["tokens"] == tokens, f"row {row}"
-        worst = max(abs(a - b) for a, b in zip(answer["logprobs"], logprobs, strict=True))
-        assert worst < 1e-4, f"row {row}: {worst}"
+        check_same(got["answers"][str(row)], tokens, logprobs, row)
 
 
 @pytest.mark.parametrize("policy", CASES)

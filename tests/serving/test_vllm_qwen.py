@@ -8,7 +8,7 @@ import functools
 import pytest
 import torch
 from block_evictor import BlockEvictor, greedy
-from engines import BLOCK, needs_vllm, run
+from engines import BLOCK, check_same, needs_vllm, run
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
 pytestmark = needs_vllm
@@ -69,10 +69,7 @@ def test_tokens_and_logprobs(name: str, policy: str, folders: dict[str, str]) ->
     for row, prompt in enumerate(prompts()):
         evictor = BlockEvictor(FULL_LAYERS, BLOCK, 64, 64, **reading)
         tokens, logprobs = greedy(folders[name], prompt, NEW, evictor)
-        answer = got["answers"][str(row)]
-        assert answer["tokens"] == tokens, f"row {row}"
-        worst = max(abs(a - b) for a, b in zip(answer["logprobs"], logprobs, strict=True))
-        assert worst < 1e-4, f"row {row}: {worst}"
+        check_same(got["answers"][str(row)], tokens, logprobs, row)
         dense = greedy(folders[name], prompt, NEW, None)[0]
         assert (dense != tokens) == (len(prompt) > 128), f"row {row} cannot fail"
 
