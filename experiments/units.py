@@ -33,7 +33,7 @@ from sparsekv.policies import Duo, Full, Policy, get_policy
 # Questions asked of one context: intervals are over contexts, so more contexts say more.
 QUESTIONS = 4
 # Tokens of one forward, by the kind of device: processes share a GPU's memory.
-BATCH_TOKENS = {"cuda": 65536, "cpu": 8192}
+BATCH_TOKENS = {"cuda": 32768, "cpu": 8192}
 # Of every book, the characters that the gates of duo are measured on.
 _GATE_TEXT = slice(10_000, 18_000)
 
