@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from typing import Any, ClassVar
 
+from sparsekv.vllm.layout import Layout
 from sparsekv.vllm.refusals import check
 from sparsekv.vllm.settings import Settings, parse
 from sparsekv.vllm.spec import PinnedWindowSpec
@@ -58,8 +59,8 @@ def know_tier(impl: Any, backend: type, config: Any) -> None:
     settings = parse(config.additional_config)
     if settings is None or settings.tiers == 1:
         return
-    for name, layer in config.compilation_config.static_forward_context.items():
-        if getattr(layer, "impl", None) is impl:
+    for name, layer in _layers(config):
+        if layer.impl is impl:
             layer.attn_backend = _of_tier(backend, _tier(name, settings, config))
 
 
@@ -73,6 +74,22 @@ def _tier(name: str, settings: Settings, config: Any) -> int:
 
     layers = config.model_config.hf_text_config.num_hidden_layers
     return tier_of(extract_layer_index(name), layers, settings.full_layers, settings.tiers)
+
+
+def names_of_layout(layout: Layout, config: Any) -> list[str]:
+    """The sparse layers of this layout, in the model's order: one group of vLLM's, or several."""
+    settings = parse(config.additional_config)
+    if settings is None:
+        return []
+    names = [n for n, layer in _layers(config) if hasattr(layer.impl, "cutter")]
+    tiers = [_tier(name, settings, config) if settings.tiers > 1 else 0 for name in names]
+    layouts = settings.layouts(layout.block_size)
+    return [name for name, tier in zip(names, tiers, strict=True) if layouts[tier] == layout]
+
+
+def _layers(config: Any) -> list[tuple[str, Any]]:
+    found = config.compilation_config.static_forward_context.items()
+    return [(name, layer) for name, layer in found if hasattr(layer, "impl")]
 
 
 def settings_of(spec: Any, names: list[str], config: Any) -> Settings | None:

@@ -24,10 +24,11 @@ from vllm.v1.attention.backends.flash_attn import (
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from sparsekv.kernels.block_tables import shorten_tables, store_queries
+from sparsekv.kernels.cut_scores import MAX_ROWS
 from sparsekv.kernels.paged_sums import add_attention
-from sparsekv.vllm.built import Built, know_tier, settings_of
+from sparsekv.vllm.built import Built, know_tier, names_of_layout, settings_of
 from sparsekv.vllm.compaction import Scorer
-from sparsekv.vllm.pinning import pin_best
+from sparsekv.vllm.cutting import Cutter
 from sparsekv.vllm.plain_cache import PlainBlocks
 from sparsekv.vllm.rows import Step, Tracker
 from sparsekv.vllm.settings import parse
@@ -86,6 +87,11 @@ class SparseFlashImpl(FlashAttentionImpl):
         settings = Built.note(config)
         if settings is None:
             raise ValueError("expected additional_config['sparsekv'] with backend CUSTOM, got none")
+        if settings.rows > MAX_ROWS:
+            raise ValueError(
+                f"expected at most {MAX_ROWS} queries that vote on a GPU, got {settings.rows}"
+            )
+        self.cutter: Cutter | None = None  # of all layers like this one, at the first of them
         self.ring: Tensor | None = None
         self.sums: Tensor | None = None  # of a policy that needs them, see `provide_sums`
         self.reduction: Any = getattr(settings.method, "group", "mean")
@@ -151,6 +157,7 @@ class SparseFlashBuilder(FlashAttentionMetadataBuilder):
         if settings is None or not isinstance(kv_cache_spec, PinnedWindowSpec):
             raise ValueError(f"expected sparse layers with backend CUSTOM, got {kv_cache_spec}")
         self._layout, self._scorer = kv_cache_spec.layout, Scorer.of(settings)
+        self._cutter: Cutter | None = None
         self._access = PlainBlocks()
         seqs = vllm_config.scheduler_config.max_num_seqs
         self._tracker = Tracker(self._layout, seqs)
@@ -167,7 +174,9 @@ class SparseFlashBuilder(FlashAttentionMetadataBuilder):
         common = common_attn_metadata
         step = self._tracker.step(common)
         if step is not None and self._scorer is not None:
-            self._compact(step, common.block_table_tensor)
+            if self._cutter is None:
+                self._cutter = self._shared_cutter(self._scorer)
+            self._cutter.ask(step, common.block_table_tensor, self.layer_names)
         return self._describe(common, step, fast_build)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> FlashAttentionMetadata:
@@ -226,10 +235,11 @@ class SparseFlashBuilder(FlashAttentionMetadataBuilder):
             sent = sent.pin_memory()  # kept by the allocator until the copy is done
         self._sent[:, :rows].copy_(sent, non_blocking=True)
 
-    def _compact(self, step: Step, table: Tensor) -> None:
-        """Pin the best tokens of the requests whose blocks must go, in every layer of the group."""
-        assert self._scorer is not None
+    def _shared_cutter(self, scorer: Scorer) -> Cutter:
+        """What cuts the layers of this group, together with those of others of its layout."""
         layers = self.vllm_config.compilation_config.static_forward_context
-        pin_best(
-            step, self._layout, table, self._scorer, self._access, self.layer_names, layers
-        )  # fmt: skip
+        names = names_of_layout(self._layout, self.vllm_config)
+        first: SparseFlashImpl = layers[names[0]].impl
+        if first.cutter is None:
+            first.cutter = Cutter(self._layout, scorer, names, layers)
+        return first.cutter

@@ -1,4 +1,4 @@
-"""What a builder of either backend does before a step: cut the requests whose blocks must go."""
+"""Cuts layer by layer, in plain torch, as the CPU backend makes them; on a GPU `cutting` does."""
 
 from __future__ import annotations
 

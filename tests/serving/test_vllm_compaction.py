@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from sparsekv.vllm.compaction import Scorer, apply, cuts
+from sparsekv.vllm.cutting import Cutter, batches
 from sparsekv.vllm.layout import Layout
 from sparsekv.vllm.plain_cache import PlainBlocks
 from sparsekv.vllm.rows import Tracker, shorten, store_queries
@@ -19,7 +21,9 @@ SCALE = D**-0.5
 class Server:
     """A few requests that are read in chunks and then decoded, in blocks in any order."""
 
-    def __init__(self, layout: Layout, scorer: Scorer, seed: int = 0) -> None:
+    def __init__(
+        self, layout: Layout, scorer: Scorer, seed: int = 0, together: bool = False
+    ) -> None:
         self.layout, self.scorer = layout, scorer
         self.gen = torch.Generator().manual_seed(seed)
         self.tracker = Tracker(layout, 4)
@@ -30,6 +34,9 @@ class Server:
         self.tokens = [torch.zeros(0, HK, 2 * D) for _ in range(3)]
         self.queries = [torch.zeros(0, HK * G, D) for _ in range(3)]
         self.held = [[torch.arange(0)] * HK for _ in range(3)]
+        impl = SimpleNamespace(ring=self.ring, scale=SCALE, logits_soft_cap=0)
+        layers = {"layer": SimpleNamespace(impl=impl, kv_cache=self.cache)}
+        self.cutter = Cutter(layout, scorer, ["layer"], layers) if together else None
 
     def step(self, counts: list[int], prompts: list[int]) -> None:
         rows = [i for i, c in enumerate(counts) if c]
@@ -42,8 +49,7 @@ class Server:
             is_prefilling=torch.tensor([b < prompts[i] for b, i in zip(before, rows, strict=True)]),
         )  # fmt: skip
         step, self.prompts = self.tracker.step(common), prompts
-        for cut in cuts(step, self.layout, common.block_table_tensor, self.scorer.rows):
-            apply(cut, self.cache, self.ring, PlainBlocks(), self.layout, self.scorer, SCALE, None)
+        self._make_cuts(step, common.block_table_tensor)
         for i, b in zip(rows, before, strict=True):
             if b >= prompts[i] or (self.layout.chunked and b):
                 self._cut(i, b)
@@ -52,6 +58,13 @@ class Server:
         store_queries(query, self.ring, step)
         self._write(rows, before, counts, start, new, query)
         self._check(rows, *shorten(step, self.layout, common))
+
+    def _make_cuts(self, step, table) -> None:
+        if self.cutter is not None:
+            self.cutter.ask(step, table, ["layer"])
+            return
+        for cut in cuts(step, self.layout, table, self.scorer.rows):
+            apply(cut, self.cache, self.ring, PlainBlocks(), self.layout, self.scorer, SCALE, None)
 
     def _write(self, rows, before, counts, start, new, query) -> None:
         for n, (i, b) in enumerate(zip(rows, before, strict=True)):
@@ -109,8 +122,9 @@ class Server:
     ids=["plain", "pooled", "tova"],
 )
 @pytest.mark.parametrize("chunked", [False, True])
-def test_pinned_tokens(grows: bool, scorer: Scorer, chunked: bool) -> None:
-    server = Server(Layout(SIZE, 2, 24, grows, chunked), scorer)
+@pytest.mark.parametrize("together", [False, True], ids=["cpu", "gpu"])
+def test_pinned_tokens(grows: bool, scorer: Scorer, chunked: bool, together: bool) -> None:
+    server = Server(Layout(SIZE, 2, 24, grows, chunked), scorer, together=together)
     prompts = [150, 40, 97]
     server.step([100, 40, 60], prompts)
     server.step([50, 1, 0], prompts)
@@ -121,9 +135,38 @@ def test_pinned_tokens(grows: bool, scorer: Scorer, chunked: bool) -> None:
     server.step([1, 1, 1], prompts)
 
 
-def test_many_tokens_are_cut_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("together", [False, True], ids=["cpu", "gpu"])
+def test_many_tokens_are_cut_in_parts(monkeypatch: pytest.MonkeyPatch, together: bool) -> None:
     monkeypatch.setattr("sparsekv.vllm.compaction.MAX_TOKENS", 64)
-    server = Server(Layout(SIZE, 1, 16, False), Scorer(R, "mean", "max", 1), seed=1)
+    monkeypatch.setattr("sparsekv.vllm.cutting.MAX_SCORES", 8 * HK * SIZE)
+    layout = Layout(SIZE, 1, 16, False)
+    server = Server(layout, Scorer(R, "mean", "max", 1), seed=1, together=together)
     server.step([90, 80, 70], [90, 80, 70])
     for _ in range(20):
         server.step([1, 1, 1], [90, 80, 70])
+
+
+def test_batches() -> None:
+    blocks = np.array([3, 1, 5, 2, 9, 1])
+    assert batches(blocks, 10) == [slice(0, 2), slice(2, 4), slice(4, 5), slice(5, 6)]
+    assert batches(blocks, 1000) == [slice(0, 6)]
+    assert batches(blocks, 1) == [slice(i, i + 1) for i in range(6)]
+
+
+def test_groups_must_agree() -> None:
+    """A group that wants other cuts, or comes twice before all have come, is none of this step."""
+    step, other = (SimpleNamespace(moving=np.array(rows)) for rows in ([0], [1]))
+    cutter = Cutter(Layout(SIZE, 1, 16, False), Scorer(R, "mean"), ["a", "b"], {})
+    cutter.ask(step, torch.zeros(1, 1), ["a"])
+    with pytest.raises(ValueError, match="same cuts"):
+        cutter.ask(other, torch.zeros(1, 1), ["b"])
+    with pytest.raises(ValueError, match=r"\['a'\]"):
+        cutter.ask(step, torch.zeros(1, 1), ["a"])
+
+
+def test_groups_that_want_nothing() -> None:
+    nothing = SimpleNamespace(moving=np.array([], dtype=np.int64))
+    cutter = Cutter(Layout(SIZE, 1, 16, False), Scorer(R, "mean"), ["a", "b"], {})
+    for _ in range(2):
+        cutter.ask(nothing, torch.zeros(1, 1), ["b"])
+        cutter.ask(nothing, torch.zeros(1, 1), ["a"])

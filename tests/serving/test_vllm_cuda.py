@@ -8,7 +8,8 @@ import torch
 from engines import generate, needs_vllm
 from test_vllm_exact import CASES, LENGTHS, NEW, expected
 
-CLOSE = 0.1  # between log-probabilities of the same token in bf16 and fp32
+# Between log-probabilities of the same token in bf16 and fp32: of any, and on average.
+CLOSE, MEAN = 0.5, 0.06
 # Other processes may hold most of the card: vLLM wants this share free before it starts.
 SETTINGS = {
     "dtype": "bfloat16",
@@ -28,14 +29,13 @@ def said(policy: str, eager: bool) -> dict:
     return generate(LENGTHS, NEW, settings, **SETTINGS, enforce_eager=eager)
 
 
-def apart(one: tuple, other: tuple) -> int | None:
-    """The first token that differs; at it, and before, log-probabilities must be close: a token
-    that is as likely as another may be told apart by rounding."""
-    for i, (a, b, p, q) in enumerate(zip(one[0], other[0], one[1], other[1], strict=True)):
-        assert abs(p - q) < CLOSE, f"token {i}: {p} and {q}"
-        if a != b:
-            return i
-    return None
+def apart(one: tuple, other: tuple) -> tuple[int | None, float, float]:
+    """The first token that differs, and how far apart log-probabilities are until then, at most and
+    on average: a token that is as likely as another may be told apart by rounding."""
+    same = [a == b for a, b in zip(one[0], other[0], strict=True)]
+    first = None if all(same) else same.index(False)
+    gaps = [abs(p - q) for p, q in zip(one[1][:first], other[1][:first], strict=True)]
+    return first, max(gaps, default=0.0), sum(gaps) / max(len(gaps), 1)
 
 
 @pytest.mark.parametrize("eager", [True, False])
@@ -45,8 +45,9 @@ def test_says_what_the_evictor_says(policy: str, eager: bool) -> None:
     assert got["leaked_blocks"] == 0 and got["left_behind"] == 0
     for row in range(len(LENGTHS)):
         answer = got["answers"][str(row)]
-        at = apart((answer["tokens"], answer["logprobs"]), expected(policy, row))
-        print(f"{policy}, eager {eager}, row {row}: first other token {at} of {NEW}")
+        first, most, mean = apart((answer["tokens"], answer["logprobs"]), expected(policy, row))
+        print(f"{policy}, eager {eager}, row {row}: {first} of {NEW}, {most:.3f}, mean {mean:.3f}")
+        assert most < CLOSE and mean < MEAN
 
 
 @pytest.mark.parametrize("policy", CASES)

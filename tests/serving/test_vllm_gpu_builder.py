@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -42,6 +43,7 @@ def builder(monkeypatch, request):
 
     monkeypatch.setattr(gpu.FlashAttentionMetadataBuilder, "build", build)
     made = object.__new__(gpu.SparseFlashBuilder)
+    made._cutter = None
     made._layout, made._scorer = Layout(16, 2, 64, False, request.param), None
     made._tracker = Tracker(made._layout, 4)
     made._lengths = torch.zeros(4, dtype=torch.int32)
@@ -56,10 +58,13 @@ def adding(builder):
     from sparsekv.vllm.compaction import Scorer
     from sparsekv.vllm.plain_cache import PlainBlocks
 
-    impl = SimpleNamespace(sums=None, sums_at=None, scale=0.25, logits_soft_cap=0)
+    impl = SimpleNamespace(sums=None, sums_at=None, scale=0.25, logits_soft_cap=0, cutter=None)
     layer = SimpleNamespace(impl=impl, kv_cache=torch.zeros(41, 2, 16, 32))
     context = SimpleNamespace(static_forward_context={"one": layer})
-    builder.vllm_config = SimpleNamespace(compilation_config=context)
+    entry = {"policy": "h2o", "budget": 96, "recent": 64, "full_layers": 0}
+    builder.vllm_config = SimpleNamespace(
+        compilation_config=context, additional_config={"sparsekv": entry}
+    )
     builder.layer_names, builder._access = ["one"], PlainBlocks()
     builder._scorer = Scorer(0, "mean")
     return builder
@@ -151,7 +156,7 @@ def test_a_layer_adds_up(adding, monkeypatch) -> None:
     monkeypatch.setattr(gpu.FlashAttentionImpl, "forward", lambda self, *args, **kwargs: None)
     layer = adding.vllm_config.compilation_config.static_forward_context["one"]
     impl = object.__new__(gpu.SparseFlashImpl)
-    impl.ring, impl.sums, impl.reduction = None, None, "mean"
+    impl.ring, impl.sums, impl.reduction, impl.cutter = None, None, "mean", None
     impl.scale, impl.logits_soft_cap, impl.head_size = 0.25, 0, 16
     layer.impl = impl
     layer.kv_cache.normal_()
@@ -166,6 +171,28 @@ def test_a_layer_adds_up(adding, monkeypatch) -> None:
     wanted = x.masked_fill(~torch.ones(51, 51, dtype=torch.bool).tril(), -torch.inf).softmax(-1)
     found = impl.sums[1:5].transpose(0, 1).flatten(1)[:, :51]
     torch.testing.assert_close(found, wanted.mean(1).sum(1), rtol=1e-5, atol=1e-5)
+
+
+def test_groups_are_cut_together(adding, monkeypatch) -> None:
+    """The last of two groups makes the cuts of both, each with its own blocks."""
+    from sparsekv.vllm.cutting import Cutter
+    from sparsekv.vllm.rows import Tracker
+
+    made = []
+    monkeypatch.setattr(Cutter, "_cut", lambda self, *args: made.append(args))
+    layers = adding.vllm_config.compilation_config.static_forward_context
+    impl = SimpleNamespace(**vars(layers["one"].impl))
+    layers["two"] = SimpleNamespace(impl=impl, kv_cache=torch.zeros(41, 2, 16, 32))
+    other = copy.copy(adding)
+    other.layer_names, other._tracker = ["two"], Tracker(adding._layout, 4)
+    for length, count in ((300, 300), (301, 1)):
+        steps = [common([length], [count], [count > 1], 0) for _ in range(2)]
+        adding.build(0, steps[0])
+        assert not made
+        other.build(0, steps[1])
+    ((_, moving, tables),) = made
+    assert moving.tolist() == [0] and other._cutter is adding._cutter
+    assert [t is s.block_table_tensor for t, s in zip(tables, steps, strict=True)] == [True, True]
 
 
 def test_graphs_hold_no_prompts_whose_queries_are_added_up() -> None:

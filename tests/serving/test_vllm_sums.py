@@ -14,6 +14,7 @@ from sparsekv.kernels.paged_sums import add_attention_triton
 from sparsekv.kernels.prefill import prefill_triton
 from sparsekv.kernels.topk import select_topk_triton
 from sparsekv.vllm.compaction import Scorer, cuts
+from sparsekv.vllm.cutting import Cutter
 from sparsekv.vllm.layout import Layout
 from sparsekv.vllm.plain_cache import PlainBlocks
 from sparsekv.vllm.rows import Tracker, shorten
@@ -62,7 +63,7 @@ class Request:
 
 
 class Server:
-    """Blocks of one layer; single: decode steps by their own kernel, otherwise all by readings."""
+    """Blocks of one layer; single: as on a GPU, decode steps and cuts by kernels of their own."""
 
     def __init__(self, single: bool) -> None:
         self.single, self.gen = single, torch.Generator().manual_seed(0)
@@ -71,6 +72,7 @@ class Server:
             kv_cache=torch.zeros(24, SIZE, HK, 2 * D).transpose(1, 2),
             impl=SimpleNamespace(sums=None, sums_at=None, scale=SCALE, logits_soft_cap=0),
         )
+        self.cutter = Cutter(LAYOUT, self.scorer, ["layer"], {"layer": self.layer})
         self.free = torch.randperm(23, generator=self.gen).add(1).tolist()
         self.running: list[Request] = []
 
@@ -92,8 +94,11 @@ class Server:
         step = self.tracker.step(common)
         provide_sums(["layer"], {"layer": self.layer})
         cache, sums = self.layer.kv_cache, self.layer.impl.sums
-        for cut in cuts(step, LAYOUT, common.block_table_tensor, 0):
-            apply_sums(cut, cache, sums, PlainBlocks(), LAYOUT)
+        if self.single:
+            self.cutter.ask(step, common.block_table_tensor, ["layer"])
+        else:
+            for cut in cuts(step, LAYOUT, common.block_table_tensor, 0):
+                apply_sums(cut, cache, sums, PlainBlocks(), LAYOUT)
         for r, b in zip(self.running, before, strict=True):
             if b >= r.prompt:
                 r.cut()

@@ -1,0 +1,99 @@
+"""Cuts on a GPU: all sparse layers of a layout at once, by a handful of launches a step.
+
+vLLM builds the metadata of one group of layers after the other, each with a block table of its own.
+Groups of one layout cut the same requests in the same step. So each says what it wants, and when
+the last one has, every layer is cut: before the forward pass, and without waiting for the device.
+`pinning` does the same layer by layer, in plain torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from sparsekv.kernels._cut_layers import PagedCuts
+from sparsekv.kernels.cut_scores import cut_scores, sum_scores
+from sparsekv.kernels.pin_slots import pin_slots
+from sparsekv.kernels.topk import select_topk
+from sparsekv.policies.base import pool_columns
+from sparsekv.vllm.compaction import Scorer
+from sparsekv.vllm.layout import Ints, Layout
+from sparsekv.vllm.rows import Step
+
+MAX_SCORES = 1 << 24  # of all layers and requests that are cut at a time; one request may have more
+
+
+class Cutter:
+    """The cuts of all layers `names` of one layout; layers: vLLM's `static_forward_context`."""
+
+    def __init__(
+        self, layout: Layout, scorer: Scorer, names: Sequence[str], layers: Mapping[str, Any]
+    ) -> None:
+        self.layout, self.scorer = layout, scorer
+        self._names, self._layers = list(names), layers
+        self._tables: dict[str, Tensor] = {}
+        self._moving: Ints = np.zeros(0, dtype=np.int64)
+
+    def ask(self, step: Step, table: Tensor, names: Sequence[str]) -> None:
+        """Cut what `step` moves in layers `names`, whose blocks are in `table` int32 [B, M].
+
+        Raises ValueError where a step's groups want different cuts, or one of them never came.
+        """
+        moving = step.moving
+        again = sorted(set(names) & set(self._tables))
+        if again or (self._tables and not np.array_equal(moving, self._moving)):
+            raise ValueError(
+                f"expected every group of sparse layers to want the same cuts once a step, got "
+                f"{again or list(names)} with {moving} beside {self._moving}"
+            )
+        self._moving = moving
+        self._tables |= dict.fromkeys(names, table)
+        if len(self._tables) < len(self._names):
+            return
+        tables = [self._tables[name] for name in self._names]
+        self._tables = {}
+        if len(moving):
+            self._cut(step, moving, tables)
+
+    def _cut(self, step: Step, moving: Ints, tables: list[Tensor]) -> None:
+        impls = [self._layers[name].impl for name in self._names]
+        caches = [self._layers[name].kv_cache for name in self._names]
+        others = [impl.ring if self.scorer.rows else impl.sums for impl in impls]
+        layout, parts = self.layout, [step.slots, step.computed, step.before, step.now]
+        requests = np.stack([moving, *(part[moving] for part in parts)]).astype(np.int64)
+        each = len(caches) * caches[0].shape[1] * layout.block_size
+        for some in batches(layout.pinned_blocks + requests[4] - requests[3], MAX_SCORES // each):
+            cuts = PagedCuts.of(caches, tables, others, requests[:, some], layout.pinned_blocks)
+            cut_all(cuts, self.scorer, impls[0].scale, impls[0].logits_soft_cap or None)
+
+
+def batches(blocks: Ints, most: int) -> list[slice]:
+    """Stretches of requests that, each as long as the longest, have at most `most` blocks of
+    candidates; at least one request each."""
+    found, start = [], 0
+    for end in range(1, len(blocks) + 1):
+        wanted = int(blocks[start : end + 1].max()) * (end + 1 - start)
+        if end == len(blocks) or wanted > most:
+            found.append(slice(start, end))
+            start = end
+    return found
+
+
+def cut_all(cuts: PagedCuts, scorer: Scorer, scale: float, softcap: float | None) -> None:
+    """Score, choose and move, in every layer; see `compaction` for what is chosen."""
+    if scorer.rows:
+        reduction = "sum" if scorer.group == "layer_mean" else scorer.group
+        scores = cut_scores(cuts, softmax_scale=scale, softcap=softcap, reduction=reduction)
+        if scorer.group == "layer_mean":
+            scores = scores.sum(2, keepdim=True)  # the mean times HQ: the order is the same
+    else:
+        scores = sum_scores(cuts)
+    layers, requests, heads, width = scores.shape
+    lengths = cuts.candidates()[None, :, None].expand(layers, -1, heads)
+    pooled = pool_columns(scores.flatten(0, 1), scorer.kernel, scorer.pool, lengths.flatten(0, 1))
+    keep = cuts.pinned * cuts.caches[0].shape[2]
+    index, _ = select_topk(pooled.reshape(-1, width), lengths.flatten(), keep)
+    pin_slots(cuts, index.view(layers, requests, heads, keep), with_sums=not scorer.rows)
