@@ -41,15 +41,21 @@ are paired, on the same contexts.
 
 
 def page(results: Path, at: Path) -> str:
-    """The Markdown. at: where it will lie, for the links. Evaluations come before experiments."""
+    """The Markdown. at: where it will lie, for the links. The evaluation with most contexts comes
+    first, experiments after all evaluations."""
     runs = [(json.loads(file.read_text()), file.parent) for file in results.glob("*/run.json")]
-    runs.sort(key=lambda run: ("history" not in run[0], run[1].name))
+    runs.sort(key=lambda run: ("history" not in run[0], -contexts(run[0]), run[1].name))
     parts = [HEAD] if runs else [HEAD, "No run is committed yet.\n"]
     for facts, folder in runs:
         made = experiments if "served" not in facts else through_vllm
         made = evaluation if "history" in facts else made
         parts += made(facts, folder, lambda file: Path(os.path.relpath(file, at.parent)).as_posix())
     return "\n".join(parts)
+
+
+def contexts(facts: dict[str, Any]) -> int:
+    """Of all tasks of an evaluation; 0 of other runs."""
+    return sum(facts["samples"].values()) if "history" in facts else 0
 
 
 Link = Callable[[Path], str]
