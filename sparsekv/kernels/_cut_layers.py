@@ -15,11 +15,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ._common import check_dtype, check_shape
@@ -73,26 +71,37 @@ class PagedCuts:
     @classmethod
     def of(
         cls, caches: Sequence[Tensor], tables: Sequence[Tensor], others: Sequence[Tensor],
-        requests: NDArray[np.int64], pinned: int,
+        requests: Tensor, pinned: int,
     ) -> PagedCuts:  # fmt: skip
-        """Cuts of `requests` [5, M]: rows of the tables, rows of the rings, tokens cached, and the
-        first recent blocks before and now. One copy to the device, which the host does not await.
+        """Cuts of `requests` int64 [5, M] on the CPU: rows of the tables, rows of the rings, tokens
+        cached, first recent blocks before and now. One copy goes to the device, unawaited.
 
         Raises ValueError for layers that differ.
         """
         every = (caches, tables, others)
         for name, tensors in zip(("caches", "tables", "others"), every, strict=True):
             _check_alike(name, tensors, len(caches))
-        distances = [_distances(tensors, len(caches)) for tensors in every]
-        sent = torch.from_numpy(np.concatenate([*distances, requests.ravel()]))
-        device, many = caches[0].device, 3 * len(caches)
+        distances = [number for tensors in every for number in _distances(tensors, len(caches))]
+        sent = torch.cat([torch.tensor(distances), requests.flatten()])
+        device = caches[0].device
         if device.type == "cuda":
             sent = sent.pin_memory().to(device, non_blocking=True)
         going = int((requests[4] - requests[3]).max())
+        many = len(distances)
         return cls(
             caches, tables, others, sent[:many].view(3, -1), sent[many:].view(5, -1), pinned,
             (pinned + going) * caches[0].shape[2],
         )  # fmt: skip
+
+    def held(self, layer: int, request: int) -> tuple[Tensor, Tensor]:
+        """Blocks and offsets of every slot held, int64 [n] each: for references, it waits."""
+        row, _, computed, before, _ = self.requests[:, request].tolist()
+        size = self.caches[0].shape[2]
+        n = computed - (before - self.pinned) * size
+        slot = torch.arange(n, device=self.requests.device)
+        column = slot // size
+        column = torch.where(column < self.pinned, column, column + before - self.pinned)
+        return self.tables[layer][row, column].long(), slot % size
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -127,15 +136,15 @@ def _check_alike(name: str, tensors: Sequence[Tensor], layers: int) -> None:
             )
 
 
-def _distances(tensors: Sequence[Tensor], layers: int) -> NDArray[np.int64]:
+def _distances(tensors: Sequence[Tensor], layers: int) -> list[int]:
     """From the first tensor to each, in units of UNIT bytes."""
     if not tensors:
-        return np.zeros(layers, dtype=np.int64)
-    found = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
-    found -= found[0]
-    if (found % UNIT).any():
+        return [0] * layers
+    first = tensors[0].data_ptr()
+    found = [tensor.data_ptr() - first for tensor in tensors]
+    if any(distance % UNIT for distance in found):
         raise ValueError(f"expected tensors {UNIT} bytes apart or a multiple, got {found}")
-    return found // UNIT
+    return [distance // UNIT for distance in found]
 
 
 def cache_strides(cache: Tensor) -> tuple[int, int, int]:

@@ -10,8 +10,9 @@ query r is that of the newest position = r modulo R:
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -172,26 +173,14 @@ def _sums_kernel(
         tl.store(scores + held, value, mask=inside)
 
 
-def cut_scores(
+def cut_scores_triton(
     cuts: PagedCuts, *, softmax_scale: float, softcap: float | None = None,
     reduction: Reduction = "mean",
 ) -> Tensor:  # fmt: skip
-    """Scores fp32 [L, M, HK, width] by the queries in `cuts.others`; only candidates are written.
-
-    reduction: over the G query heads of a KV head. Every query must be newer than the candidates.
-    Raises ValueError for rings that do not fit the caches, or of more than 128 queries.
-    """
+    """`cut_scores` in one launch for all layers; no host sync."""
     ring, cache = cuts.others[0], cuts.caches[0]
-    check_shape("rings", ring, (None, None, None, cache.shape[3] // 2))
-    check_dtype("rings", ring, cache.dtype)
     rows, heads, dim = ring.shape[1:]
-    group = check_heads(heads, cache.shape[1])
-    if rows > MAX_ROWS:
-        raise ValueError(f"expected at most {MAX_ROWS} voting queries, got {rows}")
-    if not ring.is_contiguous():
-        raise ValueError(f"expected contiguous rings, got strides {ring.stride()}")
-    if reduction not in ("mean", "max", "sum"):
-        raise ValueError(f"expected reduction mean, max or sum, got {reduction!r}")
+    group = heads // cache.shape[1]
     scores = cuts.empty_scores()
     block_n, num_warps, num_stages = lookup(_CONFIG, ring[..., 0, :])
     block_r, tile = _vote_tile(rows, group)
@@ -214,16 +203,83 @@ def _vote_tile(rows: int, group: int) -> tuple[int, int]:
     return max(block_r, 16 // heads), heads
 
 
-def sum_scores(cuts: PagedCuts) -> Tensor:
-    """Scores fp32 [L, M, HK, width]: the running sums in `cuts.others`; candidates are written."""
-    sums, cache = cuts.others[0], cuts.caches[0]
-    check_sums(sums, cache)
-    scores = cuts.empty_scores()
+def cut_scores_reference(
+    cuts: PagedCuts, *, softmax_scale: float, softcap: float | None = None,
+    reduction: Reduction = "mean",
+) -> Tensor:  # fmt: skip
+    """`cut_scores` in plain torch, request by request."""
+    scores, candidates = cuts.empty_scores(), cuts.candidates().tolist()
+    kv_heads, requests, layers = cuts.grid
+    for layer in range(layers):
+        ring, cache = cuts.others[layer], cuts.caches[layer]
+        rows, dim = ring.shape[1], ring.shape[3]
+        for m in range(requests):
+            blocks, offsets = cuts.held(layer, m)
+            keys, n = cache[blocks, :, offsets, :dim].float(), len(blocks)  # [n, HK, D]
+            slot, computed = int(cuts.requests[1, m]), int(cuts.requests[2, m])
+            r = torch.arange(rows, device=ring.device)
+            own = n - 1 - (computed - 1 - r) % rows
+            q = ring[slot].float().unflatten(1, (kv_heads, -1))  # [R, HK, G, D]
+            x = torch.einsum("rhgd,nhd->hgrn", q, keys) * softmax_scale
+            x = x if softcap is None else softcap * torch.tanh(x / softcap)
+            hidden = torch.arange(n, device=ring.device) > own[:, None]
+            shares = x.masked_fill(hidden, -torch.inf).softmax(-1).sum(2)  # [HK, G, n]
+            reduced = shares.amax(1) if reduction == "max" else shares.sum(1)
+            reduced = reduced / shares.shape[1] if reduction == "mean" else reduced
+            scores[layer, m, :, : candidates[m]] = reduced[:, : candidates[m]]
+    return scores
+
+
+def cut_scores(
+    cuts: PagedCuts, *, softmax_scale: float, softcap: float | None = None,
+    reduction: Reduction = "mean",
+) -> Tensor:  # fmt: skip
+    """Scores fp32 [L, M, HK, width] by the queries in `cuts.others`; only candidates are written.
+
+    reduction: over the G query heads of a KV head. Every query must be newer than the candidates.
+    Raises ValueError for rings that do not fit the caches, or of more than 128 queries.
+    """
+    ring, cache = cuts.others[0], cuts.caches[0]
+    check_shape("rings", ring, (None, None, None, cache.shape[3] // 2))
+    check_dtype("rings", ring, cache.dtype)
+    check_heads(ring.shape[2], cache.shape[1])
+    if ring.shape[1] > MAX_ROWS:
+        raise ValueError(f"expected at most {MAX_ROWS} voting queries, got {ring.shape[1]}")
+    if not ring.is_contiguous():
+        raise ValueError(f"expected contiguous rings, got strides {ring.stride()}")
+    if reduction not in get_args(Reduction):
+        raise ValueError(f"expected reduction in {get_args(Reduction)}, got {reduction!r}")
+    run = cut_scores_triton if cache.is_cuda else cut_scores_reference
+    return run(cuts, softmax_scale=softmax_scale, softcap=softcap, reduction=reduction)
+
+
+def sum_scores_triton(cuts: PagedCuts) -> Tensor:
+    """`sum_scores` in one launch for all layers."""
+    sums, cache, scores = cuts.others[0], cuts.caches[0], cuts.empty_scores()
     _sums_kernel[cuts.grid](
         sums, cuts.tables[0], cuts.offsets, cuts.requests, scores, cuts.tables[0].stride(0),
         cuts.pinned, cuts.width, P=cache.shape[2], BLOCK=_SUM_BLOCK, **launch_options(4, 1),
     )  # fmt: skip
     return scores
+
+
+def sum_scores_reference(cuts: PagedCuts) -> Tensor:
+    """`sum_scores` in plain torch, request by request."""
+    scores, candidates = cuts.empty_scores(), cuts.candidates().tolist()
+    for layer, sums in enumerate(cuts.others):
+        for m, count in enumerate(candidates):
+            blocks, offsets = cuts.held(layer, m)
+            scores[layer, m, :, :count] = sums[blocks[:count], :, offsets[:count]].T
+    return scores
+
+
+def sum_scores(cuts: PagedCuts) -> Tensor:
+    """Scores fp32 [L, M, HK, width]: the running sums in `cuts.others`; candidates are written.
+
+    Raises ValueError for sums that do not fit the caches.
+    """
+    check_sums(cuts.others[0], cuts.caches[0])
+    return (sum_scores_triton if cuts.caches[0].is_cuda else sum_scores_reference)(cuts)
 
 
 def aot_signatures() -> list[AotRow]:

@@ -68,6 +68,33 @@ def _pin_kernel(
             tl.store(sums + (target * heads + head) * P + place % P, value, mask=todo)
 
 
+def pin_slots_triton(cuts: PagedCuts, index: Tensor, *, with_sums: bool = False) -> None:
+    """`pin_slots` in one launch for all layers."""
+    cache, size = cuts.caches[0], cuts.caches[0].shape[2]
+    block_d = triton.next_power_of_2(cache.shape[3])
+    _pin_kernel[cuts.grid](
+        cache, cuts.others[0] if with_sums else None, cuts.tables[0], cuts.offsets, cuts.requests,
+        index.contiguous(), *cache_strides(cache), cuts.tables[0].stride(0), cuts.pinned,
+        D=cache.shape[3], P=size, UNIT=UNIT // cache.element_size(), SHARED=index.shape[2] == 1,
+        BLOCK_K=max(16, _VALUES // block_d), BLOCK_D=block_d, **launch_options(_WARPS, 1),
+    )  # fmt: skip
+
+
+def pin_slots_reference(cuts: PagedCuts, index: Tensor, *, with_sums: bool = False) -> None:
+    """`pin_slots` in plain torch, request by request."""
+    heads, requests, layers = cuts.grid
+    head = torch.arange(heads, device=index.device)[:, None]
+    for layer in range(layers):
+        tensors = [cuts.caches[layer], *([cuts.others[layer]] if with_sums else [])]
+        for m in range(requests):
+            blocks, offsets = cuts.held(layer, m)
+            chosen = index[layer, m].long().expand(heads, -1)  # [HK, K]
+            keep = chosen.shape[1]
+            for tensor in tensors:
+                kept = tensor[blocks[chosen], head, offsets[chosen]]
+                tensor[blocks[:keep], head, offsets[:keep]] = kept
+
+
 def pin_slots(cuts: PagedCuts, index: Tensor, *, with_sums: bool = False) -> None:
     """Copy slots `index` int32 [L, M, HK or 1, pinned P], ascending, into the pinned blocks.
 
@@ -75,20 +102,13 @@ def pin_slots(cuts: PagedCuts, index: Tensor, *, with_sums: bool = False) -> Non
     """
     cache = cuts.caches[0]
     heads, requests, layers = cuts.grid
-    size = cache.shape[2]
-    shared = index.shape[2] == 1
-    check_shape("index", index, (layers, requests, 1 if shared else heads, cuts.pinned * size))
+    choices = 1 if index.shape[2] == 1 else heads
+    check_shape("index", index, (layers, requests, choices, cuts.pinned * cache.shape[2]))
     check_dtype("index", index, torch.int32)
-    sums = cuts.others[0] if with_sums else None
-    if sums is not None:
-        check_sums(sums, cache)
-    block_d = triton.next_power_of_2(cache.shape[3])
-    _pin_kernel[cuts.grid](
-        cache, sums, cuts.tables[0], cuts.offsets, cuts.requests, index.contiguous(),
-        *cache_strides(cache), cuts.tables[0].stride(0), cuts.pinned,
-        D=cache.shape[3], P=size, UNIT=UNIT // cache.element_size(), SHARED=shared,
-        BLOCK_K=max(16, _VALUES // block_d), BLOCK_D=block_d, **launch_options(_WARPS, 1),
-    )  # fmt: skip
+    if with_sums:
+        check_sums(cuts.others[0], cache)
+    run = pin_slots_triton if cache.is_cuda else pin_slots_reference
+    run(cuts, index, with_sums=with_sums)
 
 
 def aot_signatures() -> list[AotRow]:

@@ -12,17 +12,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from sparsekv.kernels._cut_layers import PagedCuts
 from sparsekv.kernels.cut_scores import cut_scores, sum_scores
 from sparsekv.kernels.pin_slots import pin_slots
-from sparsekv.kernels.topk import select_topk
+from sparsekv.kernels.topk import MAX_TILE, MIN_TILE, select_topk
 from sparsekv.policies.base import pool_columns
 from sparsekv.vllm.compaction import Scorer
 from sparsekv.vllm.layout import Ints, Layout
 from sparsekv.vllm.rows import Step
 
+# Candidates for which `select_topk` has kernels of their own; beyond the last, another one.
+TILES = (0, *(MIN_TILE << i for i in range((MAX_TILE // MIN_TILE).bit_length())), 2 * MAX_TILE)
 MAX_SCORES = 1 << 24  # of all layers and requests that are cut at a time; one request may have more
 
 
@@ -33,9 +36,28 @@ class Cutter:
         self, layout: Layout, scorer: Scorer, names: Sequence[str], layers: Mapping[str, Any]
     ) -> None:
         self.layout, self.scorer = layout, scorer
-        self._names, self._layers = list(names), layers
+        self.names, self._layers = list(names), layers
         self._tables: dict[str, Tensor] = {}
+        self._warm = False
         self._moving: Ints = np.zeros(0, dtype=np.int64)
+
+    def warm_up(self, longest: int) -> None:
+        """Have every kernel compiled that cuts of prompts of up to `longest` tokens will need.
+
+        By cuts of a request whose blocks are all vLLM's null block, which holds nothing.
+        """
+        if self._warm:
+            return
+        self._warm = True
+        pinned, size, rows = self.layout.pinned_blocks, self.layout.block_size, self.scorer.rows
+        device = self._layers[self.names[0]].kv_cache.device
+        most = max(pinned + 1, longest // size)
+        first = np.zeros(1, dtype=np.int64)
+        for blocks in sorted({min(max(pinned + 1, tile // size), most) for tile in TILES}):
+            table = torch.zeros(1, blocks + rows, dtype=torch.int32, device=device)
+            computed, now = np.array([blocks * size + rows]), np.array([blocks])
+            step = Step(first, np.array([0, 1]), computed, np.array([pinned]), now)
+            self._cut(step, first, [table] * len(self.names))
 
     def ask(self, step: Step, table: Tensor, names: Sequence[str]) -> None:
         """Cut what `step` moves in layers `names`, whose blocks are in `table` int32 [B, M].
@@ -51,22 +73,23 @@ class Cutter:
             )
         self._moving = moving
         self._tables |= dict.fromkeys(names, table)
-        if len(self._tables) < len(self._names):
+        if len(self._tables) < len(self.names):
             return
-        tables = [self._tables[name] for name in self._names]
+        tables = [self._tables[name] for name in self.names]
         self._tables = {}
         if len(moving):
             self._cut(step, moving, tables)
 
     def _cut(self, step: Step, moving: Ints, tables: list[Tensor]) -> None:
-        impls = [self._layers[name].impl for name in self._names]
-        caches = [self._layers[name].kv_cache for name in self._names]
+        impls = [self._layers[name].impl for name in self.names]
+        caches = [self._layers[name].kv_cache for name in self.names]
         others = [impl.ring if self.scorer.rows else impl.sums for impl in impls]
         layout, parts = self.layout, [step.slots, step.computed, step.before, step.now]
         requests = np.stack([moving, *(part[moving] for part in parts)]).astype(np.int64)
         each = len(caches) * caches[0].shape[1] * layout.block_size
         for some in batches(layout.pinned_blocks + requests[4] - requests[3], MAX_SCORES // each):
-            cuts = PagedCuts.of(caches, tables, others, requests[:, some], layout.pinned_blocks)
+            part = torch.from_numpy(requests[:, some])
+            cuts = PagedCuts.of(caches, tables, others, part, layout.pinned_blocks)
             cut_all(cuts, self.scorer, impls[0].scale, impls[0].logits_soft_cap or None)
 
 

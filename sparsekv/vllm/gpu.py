@@ -174,20 +174,24 @@ class SparseFlashBuilder(FlashAttentionMetadataBuilder):
         common = common_attn_metadata
         step = self._tracker.step(common)
         if step is not None and self._scorer is not None:
-            if self._cutter is None:
-                self._cutter = self._shared_cutter(self._scorer)
-            self._cutter.ask(step, common.block_table_tensor, self.layer_names)
+            cutter = self._shared_cutter(self._scorer)
+            cutter.ask(step, common.block_table_tensor, self.layer_names)
         return self._describe(common, step, fast_build)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> FlashAttentionMetadata:
         """Metadata of rows that are no requests; the buffers are those of every later step."""
-        return self._describe(common_attn_metadata, None, False)
+        metadata = self._describe(common_attn_metadata, None, False)
+        if self._scorer is not None:
+            cutter = self._shared_cutter(self._scorer)
+            if not self._scorer.rows:
+                provide_sums(cutter.names, self._layers)
+            cutter.warm_up(self.vllm_config.model_config.max_model_len)
+        return metadata
 
     def _describe(self, common: Any, step: Step | None, fast_build: bool) -> FlashAttentionMetadata:
         table, rows = common.block_table_tensor, common.num_reqs
         if self._scorer is not None and not self._scorer.rows:
-            layers = self.vllm_config.compilation_config.static_forward_context
-            provide_sums(self.layer_names, layers)
+            provide_sums(self.layer_names, self._layers)
         if self._table is None:
             shape = (len(self._lengths), table.shape[1])
             self._table = torch.zeros(shape, dtype=torch.int32, device=table.device)
@@ -237,9 +241,14 @@ class SparseFlashBuilder(FlashAttentionMetadataBuilder):
 
     def _shared_cutter(self, scorer: Scorer) -> Cutter:
         """What cuts the layers of this group, together with those of others of its layout."""
-        layers = self.vllm_config.compilation_config.static_forward_context
-        names = names_of_layout(self._layout, self.vllm_config)
-        first: SparseFlashImpl = layers[names[0]].impl
-        if first.cutter is None:
-            first.cutter = Cutter(self._layout, scorer, names, layers)
-        return first.cutter
+        if self._cutter is None:
+            names = names_of_layout(self._layout, self.vllm_config)
+            first: SparseFlashImpl = self._layers[names[0]].impl
+            if first.cutter is None:
+                first.cutter = Cutter(self._layout, scorer, names, self._layers)
+            self._cutter = first.cutter
+        return self._cutter
+
+    @property
+    def _layers(self) -> dict[str, Any]:
+        return self.vllm_config.compilation_config.static_forward_context

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from sparsekv.kernels.cut_scores import cut_scores_triton, sum_scores_triton
+from sparsekv.kernels.pin_slots import pin_slots_triton
 from sparsekv.vllm.compaction import Scorer, apply, cuts
 from sparsekv.vllm.cutting import Cutter, batches
 from sparsekv.vllm.layout import Layout
@@ -115,6 +117,14 @@ class Server:
         return self.ends.setdefault(i, computed)
 
 
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is cut together is cut by kernels, as on a GPU."""
+    for run in (cut_scores_triton, sum_scores_triton, pin_slots_triton):
+        name = run.__name__.removesuffix("_triton")
+        monkeypatch.setattr(f"sparsekv.vllm.cutting.{name}", run)
+
+
 @pytest.mark.parametrize("grows", [False, True])
 @pytest.mark.parametrize(
     "scorer",
@@ -162,6 +172,17 @@ def test_groups_must_agree() -> None:
         cutter.ask(other, torch.zeros(1, 1), ["b"])
     with pytest.raises(ValueError, match=r"\['a'\]"):
         cutter.ask(step, torch.zeros(1, 1), ["a"])
+
+
+def test_a_warm_up_leaves_all_blocks_alone() -> None:
+    server = Server(Layout(SIZE, 2, 24, False), Scorer(R, "mean", "max", 5), together=True)
+    server.cache.normal_()
+    before = server.cache.clone()
+    server.cutter.warm_up(300)
+    assert torch.equal(server.cache[1:], before[1:])  # block 0 is none
+    server.cache.zero_()
+    server.step([100, 40, 60], [100, 40, 60])
+    server.step([1, 1, 1], [100, 40, 60])
 
 
 def test_groups_that_want_nothing() -> None:

@@ -63,8 +63,9 @@ def adding(builder):
     context = SimpleNamespace(static_forward_context={"one": layer})
     entry = {"policy": "h2o", "budget": 96, "recent": 64, "full_layers": 0}
     builder.vllm_config = SimpleNamespace(
-        compilation_config=context, additional_config={"sparsekv": entry}
-    )
+        compilation_config=context, additional_config={"sparsekv": entry},
+        model_config=SimpleNamespace(max_model_len=600),
+    )  # fmt: skip
     builder.layer_names, builder._access = ["one"], PlainBlocks()
     builder._scorer = Scorer(0, "mean")
     return builder

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from sparsekv.kernels.column_scores import column_scores_triton
+from sparsekv.kernels.cut_scores import sum_scores_triton
 from sparsekv.kernels.paged_sums import add_attention_triton
+from sparsekv.kernels.pin_slots import pin_slots_triton
 from sparsekv.kernels.prefill import prefill_triton
 from sparsekv.kernels.topk import select_topk_triton
 from sparsekv.vllm.compaction import Scorer, cuts
@@ -159,6 +161,8 @@ def test_sums_and_choices(single: bool, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("sparsekv.vllm.sums.MAX_TOKENS", 100)  # readings in parts, too
     for name, run in KERNELS.items() if single else ():
         monkeypatch.setattr(f"sparsekv.vllm.sums.{name}", run)
+    monkeypatch.setattr("sparsekv.vllm.cutting.sum_scores", sum_scores_triton)
+    monkeypatch.setattr("sparsekv.vllm.cutting.pin_slots", pin_slots_triton)
     server = Server(single)
     first, second, third = Request(100), Request(45), Request(130)
     server.running = [first, second]
