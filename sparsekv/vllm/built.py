@@ -81,7 +81,7 @@ def names_of_layout(layout: Layout, config: Any) -> list[str]:
     settings = parse(config.additional_config)
     if settings is None:
         return []
-    names = [n for n, layer in _layers(config) if hasattr(layer.impl, "cutter")]
+    names = [n for n, layer in _layers(config) if hasattr(layer.impl, "together")]
     tiers = [_tier(name, settings, config) if settings.tiers > 1 else 0 for name in names]
     layouts = settings.layouts(layout.block_size)
     return [name for name, tier in zip(names, tiers, strict=True) if layouts[tier] == layout]

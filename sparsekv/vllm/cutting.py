@@ -1,14 +1,11 @@
 """Cuts on a GPU: all sparse layers of a layout at once, by a handful of launches a step.
 
-vLLM builds the metadata of one group of layers after the other, each with a block table of its own.
-Groups of one layout cut the same requests in the same step. So each says what it wants, and when
-the last one has, every layer is cut: before the forward pass, and without waiting for the device.
-`pinning` does the same layer by layer, in plain torch.
+Nothing waits for the device. `pinning` does the same layer by layer, in plain torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -30,67 +27,45 @@ MAX_SCORES = 1 << 24  # of all layers and requests that are cut at a time; one r
 
 
 class Cutter:
-    """The cuts of all layers `names` of one layout; layers: vLLM's `static_forward_context`."""
+    """Cuts layers of one layout; layers: vLLM's, each with its `impl` and `kv_cache`."""
 
-    def __init__(
-        self, layout: Layout, scorer: Scorer, names: Sequence[str], layers: Mapping[str, Any]
-    ) -> None:
-        self.layout, self.scorer = layout, scorer
-        self.names, self._layers = list(names), layers
-        self._tables: dict[str, Tensor] = {}
-        self._warm = False
-        self._moving: Ints = np.zeros(0, dtype=np.int64)
+    def __init__(self, layout: Layout, scorer: Scorer, layers: Sequence[Any]) -> None:
+        self.layout, self.scorer, self.layers = layout, scorer, layers
+        self.warm = False
+
+    def cut(self, step: Step, tables: Sequence[Tensor]) -> None:
+        """Cut what `step` moves; tables: int32 [B, M] each, the blocks of the layers' requests."""
+        moving = step.moving
+        if not len(moving):
+            return
+        impls, caches = [x.impl for x in self.layers], [x.kv_cache for x in self.layers]
+        others = [impl.ring if self.scorer.rows else impl.sums for impl in impls]
+        pinned, parts = (
+            self.layout.pinned_blocks,
+            (step.slots, step.computed, step.before, step.now),
+        )
+        requests = np.stack([moving, *(part[moving] for part in parts)]).astype(np.int64)
+        each = len(caches) * caches[0].shape[1] * self.layout.block_size
+        for some in batches(pinned + requests[4] - requests[3], MAX_SCORES // each):
+            part = torch.from_numpy(requests[:, some])
+            cuts = PagedCuts.of(caches, tables, others, part, pinned)
+            cut_all(cuts, self.scorer, impls[0].scale, impls[0].logits_soft_cap or None)
 
     def warm_up(self, longest: int) -> None:
         """Have every kernel compiled that cuts of prompts of up to `longest` tokens will need.
 
         By cuts of a request whose blocks are all vLLM's null block, which holds nothing.
         """
-        if self._warm:
-            return
-        self._warm = True
+        self.warm = True
         pinned, size, rows = self.layout.pinned_blocks, self.layout.block_size, self.scorer.rows
-        device = self._layers[self.names[0]].kv_cache.device
+        device = self.layers[0].kv_cache.device
         most = max(pinned + 1, longest // size)
         first = np.zeros(1, dtype=np.int64)
         for blocks in sorted({min(max(pinned + 1, tile // size), most) for tile in TILES}):
             table = torch.zeros(1, blocks + rows, dtype=torch.int32, device=device)
             computed, now = np.array([blocks * size + rows]), np.array([blocks])
             step = Step(first, np.array([0, 1]), computed, np.array([pinned]), now)
-            self._cut(step, first, [table] * len(self.names))
-
-    def ask(self, step: Step, table: Tensor, names: Sequence[str]) -> None:
-        """Cut what `step` moves in layers `names`, whose blocks are in `table` int32 [B, M].
-
-        Raises ValueError where a step's groups want different cuts, or one of them never came.
-        """
-        moving = step.moving
-        again = sorted(set(names) & set(self._tables))
-        if again or (self._tables and not np.array_equal(moving, self._moving)):
-            raise ValueError(
-                f"expected every group of sparse layers to want the same cuts once a step, got "
-                f"{again or list(names)} with {moving} beside {self._moving}"
-            )
-        self._moving = moving
-        self._tables |= dict.fromkeys(names, table)
-        if len(self._tables) < len(self.names):
-            return
-        tables = [self._tables[name] for name in self.names]
-        self._tables = {}
-        if len(moving):
-            self._cut(step, moving, tables)
-
-    def _cut(self, step: Step, moving: Ints, tables: list[Tensor]) -> None:
-        impls = [self._layers[name].impl for name in self.names]
-        caches = [self._layers[name].kv_cache for name in self.names]
-        others = [impl.ring if self.scorer.rows else impl.sums for impl in impls]
-        layout, parts = self.layout, [step.slots, step.computed, step.before, step.now]
-        requests = np.stack([moving, *(part[moving] for part in parts)]).astype(np.int64)
-        each = len(caches) * caches[0].shape[1] * layout.block_size
-        for some in batches(layout.pinned_blocks + requests[4] - requests[3], MAX_SCORES // each):
-            part = torch.from_numpy(requests[:, some])
-            cuts = PagedCuts.of(caches, tables, others, part, layout.pinned_blocks)
-            cut_all(cuts, self.scorer, impls[0].scale, impls[0].logits_soft_cap or None)
+            self.cut(step, [table] * len(self.layers))
 
 
 def batches(blocks: Ints, most: int) -> list[slice]:

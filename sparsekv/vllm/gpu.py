@@ -8,6 +8,7 @@ device. Cuts are made there, too; a forward pass only keeps its queries.
 
 from __future__ import annotations
 
+import copy
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -29,11 +30,13 @@ from sparsekv.kernels.paged_sums import add_attention
 from sparsekv.vllm.built import Built, know_tier, names_of_layout, settings_of
 from sparsekv.vllm.compaction import Scorer
 from sparsekv.vllm.cutting import Cutter
+from sparsekv.vllm.layout import Ints
 from sparsekv.vllm.plain_cache import PlainBlocks
-from sparsekv.vllm.rows import Step, Tracker
+from sparsekv.vllm.rows import Step
 from sparsekv.vllm.settings import parse
 from sparsekv.vllm.spec import PinnedWindowSpec
 from sparsekv.vllm.sums import Adder, provide_sums, readings
+from sparsekv.vllm.together import Together
 
 
 class Kept(NamedTuple):
@@ -91,7 +94,7 @@ class SparseFlashImpl(FlashAttentionImpl):
             raise ValueError(
                 f"expected at most {MAX_ROWS} queries that vote on a GPU, got {settings.rows}"
             )
-        self.cutter: Cutter | None = None  # of all layers like this one, at the first of them
+        self.together: Together | None = None  # of all layers like this one, at the first of them
         self.ring: Tensor | None = None
         self.sums: Tensor | None = None  # of a policy that needs them, see `provide_sums`
         self.reduction: Any = getattr(settings.method, "group", "mean")
@@ -157,66 +160,68 @@ class SparseFlashBuilder(FlashAttentionMetadataBuilder):
         if settings is None or not isinstance(kv_cache_spec, PinnedWindowSpec):
             raise ValueError(f"expected sparse layers with backend CUSTOM, got {kv_cache_spec}")
         self._layout, self._scorer = kv_cache_spec.layout, Scorer.of(settings)
-        self._cutter: Cutter | None = None
+        self._together: Together | None = None
         self._access = PlainBlocks()
-        seqs = vllm_config.scheduler_config.max_num_seqs
-        self._tracker = Tracker(self._layout, seqs)
-        rows = max(seqs, vllm_config.compilation_config.max_cudagraph_capture_size or 0)
-        self._lengths = torch.zeros(rows, dtype=torch.int32, device=device)
-        # Row 0: first recent blocks, row 1: slots.
-        self._sent = torch.zeros(2, rows, dtype=torch.int32, device=device)
         self._table: Tensor | None = None  # as wide as vLLM's, which the first step shows
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> FlashAttentionMetadata:
         """Metadata of pinned and recent blocks."""
-        common = common_attn_metadata
-        step = self._tracker.step(common)
-        if step is not None and self._scorer is not None:
-            cutter = self._shared_cutter(self._scorer)
-            cutter.ask(step, common.block_table_tensor, self.layer_names)
-        return self._describe(common, step, fast_build)
+        return self._describe(common_attn_metadata, fast_build, real=True)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> FlashAttentionMetadata:
         """Metadata of rows that are no requests; the buffers are those of every later step."""
-        metadata = self._describe(common_attn_metadata, None, False)
-        if self._scorer is not None:
-            cutter = self._shared_cutter(self._scorer)
-            if not self._scorer.rows:
-                provide_sums(cutter.names, self._layers)
-            cutter.warm_up(self.vllm_config.model_config.max_model_len)
+        metadata = self._describe(common_attn_metadata, False, real=False)
+        together = self._shared()
+        if together.cutter is not None and not together.cutter.warm:
+            if not together.cutter.scorer.rows:
+                provide_sums(together.names, self._layers)
+            together.cutter.warm_up(self.vllm_config.model_config.max_model_len)
         return metadata
 
-    def _describe(self, common: Any, step: Step | None, fast_build: bool) -> FlashAttentionMetadata:
-        table, rows = common.block_table_tensor, common.num_reqs
+    def _describe(self, common: Any, fast_build: bool, *, real: bool) -> FlashAttentionMetadata:
+        together, rows = self._shared(), common.num_reqs
         if self._scorer is not None and not self._scorer.rows:
             provide_sums(self.layer_names, self._layers)
-        if self._table is None:
-            shape = (len(self._lengths), table.shape[1])
-            self._table = torch.zeros(shape, dtype=torch.int32, device=table.device)
-        self._send(step, rows)
-        lengths, most = common.seq_lens[:rows], common.max_seq_len
-        shorten_tables(
-            table[:rows], lengths, self._sent[0, :rows], self._table, self._lengths,
-            pinned=self._layout.pinned_blocks, block_size=self._layout.block_size,
+        first = together.enter(common, self.layer_names, real)
+        table = self._shortened(common, together)
+        if first:
+            together.metadata = self._of_all(common, together, fast_build)
+        metadata = copy.copy(together.metadata)
+        metadata.block_table, metadata.slot_mapping = table, common.slot_mapping
+        metadata.sparsekv_kept = Kept(
+            common.query_start_loc[: rows + 1], common.seq_lens[:rows], together.sent[1, :rows],
+            common.max_query_len, table, together.lengths[:rows], self._adder(together.step, table),
         )  # fmt: skip
+        return metadata
+
+    def _shortened(self, common: Any, together: Together) -> Tensor:
+        """The group's blocks that are held, int32 [rows, M]; the lengths go to `together`."""
+        table, rows = common.block_table_tensor, common.num_reqs
+        if self._table is None:
+            shape = (len(together.lengths), table.shape[1])
+            self._table = torch.zeros(shape, dtype=torch.int32, device=table.device)
+        shorten_tables(
+            table[:rows], common.seq_lens[:rows], together.sent[0, :rows], self._table,
+            together.lengths, pinned=self._layout.pinned_blocks, block_size=self._layout.block_size,
+        )  # fmt: skip
+        return self._table[:rows]
+
+    def _of_all(self, common: Any, together: Together, fast_build: bool) -> FlashAttentionMetadata:
+        """What FlashAttention makes of the step, the same for every group but for its blocks."""
+        step, rows, most = together.step, common.num_reqs, common.max_seq_len
         if step is not None:
-            gone = (step.now - self._layout.pinned_blocks) * self._layout.block_size
-            most = int((step.lengths - gone).max())
-        short = common.replace(
-            block_table_tensor=self._table[:rows], seq_lens=self._lengths[:rows], max_seq_len=most
-        )
+            most = int(self._held(step).max())
+        short = common.replace(seq_lens=together.lengths[:rows], max_seq_len=most)
         metadata = super().build(0, short, fast_build)
         if hasattr(metadata, "sliding_window"):  # 0.26 takes it from the spec, later from the layer
             metadata.sliding_window = (-1, -1)
-        slots = self._sent[1, :rows]
-        start = common.query_start_loc[: rows + 1]
-        table, held = short.block_table_tensor, short.seq_lens
-        adder = self._adder(step, table)
-        kept = Kept(start, lengths, slots, common.max_query_len, table, held, adder)
-        metadata.sparsekv_kept = kept
         return metadata
+
+    def _held(self, step: Step) -> Ints:
+        """Tokens that each request holds in a layer after the step."""
+        return step.lengths - (step.now - self._layout.pinned_blocks) * self._layout.block_size
 
     def _adder(self, step: Step | None, table: Tensor) -> Adder | None:
         """What adds up the step's prompts, rows of several queries; None where there are none."""
@@ -224,30 +229,23 @@ class SparseFlashBuilder(FlashAttentionMetadataBuilder):
             return None
         prompts = np.flatnonzero(np.diff(step.query_start) > 1)
         size = self._layout.block_size
-        held = step.lengths - (step.now - self._layout.pinned_blocks) * size
-        parts = tuple(readings(prompts, step.query_start, held, table, size))
+        parts = tuple(readings(prompts, step.query_start, self._held(step), table, size))
         return Adder(parts, self._access, self._scorer) if parts else None
 
-    def _send(self, step: Step | None, rows: int) -> None:
-        """First recent blocks and slots to the device; rows without a request: P and -1."""
-        values = np.empty((2, rows), dtype=np.int32)
-        values[0], values[1] = self._layout.pinned_blocks, -1
-        if step is not None:
-            values[0, : len(step.now)], values[1, : len(step.now)] = step.now, step.slots
-        sent = torch.from_numpy(values)
-        if self._sent.is_cuda:
-            sent = sent.pin_memory()  # kept by the allocator until the copy is done
-        self._sent[:, :rows].copy_(sent, non_blocking=True)
-
-    def _shared_cutter(self, scorer: Scorer) -> Cutter:
-        """What cuts the layers of this group, together with those of others of its layout."""
-        if self._cutter is None:
+    def _shared(self) -> Together:
+        """What the group shares with the others of its layout; the first layer of all keeps it."""
+        if self._together is None:
             names = names_of_layout(self._layout, self.vllm_config)
             first: SparseFlashImpl = self._layers[names[0]].impl
-            if first.cutter is None:
-                first.cutter = Cutter(self._layout, scorer, names, self._layers)
-            self._cutter = first.cutter
-        return self._cutter
+            if first.together is None:
+                layers, config = [self._layers[name] for name in names], self.vllm_config
+                scorer = self._scorer
+                cutter = None if scorer is None else Cutter(self._layout, scorer, layers)
+                seqs = config.scheduler_config.max_num_seqs
+                rows = max(seqs, config.compilation_config.max_cudagraph_capture_size or 0)
+                first.together = Together(self._layout, names, cutter, seqs, rows, self.device)
+            self._together = first.together
+        return self._together
 
     @property
     def _layers(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from sparsekv.vllm.cutting import Cutter, batches
 from sparsekv.vllm.layout import Layout
 from sparsekv.vllm.plain_cache import PlainBlocks
 from sparsekv.vllm.rows import Tracker, shorten, store_queries
+from sparsekv.vllm.together import Together
 
 HK, G, D, SIZE, R = 2, 2, 16, 16, 4
 SCALE = D**-0.5
@@ -37,8 +38,8 @@ class Server:
         self.queries = [torch.zeros(0, HK * G, D) for _ in range(3)]
         self.held = [[torch.arange(0)] * HK for _ in range(3)]
         impl = SimpleNamespace(ring=self.ring, scale=SCALE, logits_soft_cap=0)
-        layers = {"layer": SimpleNamespace(impl=impl, kv_cache=self.cache)}
-        self.cutter = Cutter(layout, scorer, ["layer"], layers) if together else None
+        cutter = Cutter(layout, scorer, [SimpleNamespace(impl=impl, kv_cache=self.cache)])
+        self.together = Together(layout, ["layer"], cutter, 4, 8, "cpu") if together else None
 
     def step(self, counts: list[int], prompts: list[int]) -> None:
         rows = [i for i, c in enumerate(counts) if c]
@@ -50,8 +51,7 @@ class Server:
             seq_lens_cpu_upper_bound=lengths, block_table_tensor=self.table[rows],
             is_prefilling=torch.tensor([b < prompts[i] for b, i in zip(before, rows, strict=True)]),
         )  # fmt: skip
-        step, self.prompts = self.tracker.step(common), prompts
-        self._make_cuts(step, common.block_table_tensor)
+        step, self.prompts = self._begin(common), prompts
         for i, b in zip(rows, before, strict=True):
             if b >= prompts[i] or (self.layout.chunked and b):
                 self._cut(i, b)
@@ -61,12 +61,14 @@ class Server:
         self._write(rows, before, counts, start, new, query)
         self._check(rows, *shorten(step, self.layout, common))
 
-    def _make_cuts(self, step, table) -> None:
-        if self.cutter is not None:
-            self.cutter.ask(step, table, ["layer"])
-            return
-        for cut in cuts(step, self.layout, table, self.scorer.rows):
+    def _begin(self, common):
+        if self.together is not None:
+            assert self.together.enter(common, ["layer"], True)
+            return self.together.step
+        step = self.tracker.step(common)
+        for cut in cuts(step, self.layout, common.block_table_tensor, self.scorer.rows):
             apply(cut, self.cache, self.ring, PlainBlocks(), self.layout, self.scorer, SCALE, None)
+        return step
 
     def _write(self, rows, before, counts, start, new, query) -> None:
         for n, (i, b) in enumerate(zip(rows, before, strict=True)):
@@ -163,31 +165,12 @@ def test_batches() -> None:
     assert batches(blocks, 1) == [slice(i, i + 1) for i in range(6)]
 
 
-def test_groups_must_agree() -> None:
-    """A group that wants other cuts, or comes twice before all have come, is none of this step."""
-    step, other = (SimpleNamespace(moving=np.array(rows)) for rows in ([0], [1]))
-    cutter = Cutter(Layout(SIZE, 1, 16, False), Scorer(R, "mean"), ["a", "b"], {})
-    cutter.ask(step, torch.zeros(1, 1), ["a"])
-    with pytest.raises(ValueError, match="same cuts"):
-        cutter.ask(other, torch.zeros(1, 1), ["b"])
-    with pytest.raises(ValueError, match=r"\['a'\]"):
-        cutter.ask(step, torch.zeros(1, 1), ["a"])
-
-
 def test_a_warm_up_leaves_all_blocks_alone() -> None:
     server = Server(Layout(SIZE, 2, 24, False), Scorer(R, "mean", "max", 5), together=True)
     server.cache.normal_()
     before = server.cache.clone()
-    server.cutter.warm_up(300)
+    server.together.cutter.warm_up(300)
     assert torch.equal(server.cache[1:], before[1:])  # block 0 is none
     server.cache.zero_()
     server.step([100, 40, 60], [100, 40, 60])
     server.step([1, 1, 1], [100, 40, 60])
-
-
-def test_groups_that_want_nothing() -> None:
-    nothing = SimpleNamespace(moving=np.array([], dtype=np.int64))
-    cutter = Cutter(Layout(SIZE, 1, 16, False), Scorer(R, "mean"), ["a", "b"], {})
-    for _ in range(2):
-        cutter.ask(nothing, torch.zeros(1, 1), ["b"])
-        cutter.ask(nothing, torch.zeros(1, 1), ["a"])

@@ -59,8 +59,8 @@ def test_what_is_pinned(policy: str, prompt_end: bool) -> None:
     table = torch.randperm(blocks - 1, device="cuda")[: 2 * 129].view(2, 129).int() + 1
     together, single = (layers_of(scorer, blocks, 0) for _ in range(2))
     names = list(together)
-    cutter = Cutter(LAYOUT, scorer, names, together)
-    cutter.ask(step, table, names)
+    cutter, tables = Cutter(LAYOUT, scorer, list(together.values())), [table] * LAYERS
+    cutter.cut(step, tables)
     for name in names:  # one after the other, each group has one layer
         pin_best(step, LAYOUT, table, scorer, PlainBlocks(), [name], single)
     for name in names:
@@ -78,17 +78,17 @@ def test_what_is_pinned(policy: str, prompt_end: bool) -> None:
                 assert len(kept[0] & kept[1]) >= 0.99 * LAYOUT.pinned_blocks * SIZE
         if not scorer.rows:
             assert torch.equal(together[name].impl.sums, single[name].impl.sums)
-    took(cutter, step, table, names, f"{policy}, prompt's end {prompt_end}")
+    took(cutter, step, tables, f"{policy}, prompt's end {prompt_end}")
 
 
-def took(cutter: Cutter, step: Step, table: torch.Tensor, names: list[str], what: str) -> None:
+def took(cutter: Cutter, step: Step, tables: list[torch.Tensor], what: str) -> None:
     """Print how long a cut of LAYERS layers takes the device, and the host."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     begun = time.perf_counter()
     start.record()
     for _ in range(20):
-        cutter.ask(step, table, names)
+        cutter.cut(step, tables)
     end.record()
     host = (time.perf_counter() - begun) / 20
     torch.cuda.synchronize()

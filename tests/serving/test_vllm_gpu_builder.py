@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 from engines import needs_vllm
 
 pytestmark = needs_vllm
+H2O = {"policy": "h2o", "budget": 96, "recent": 64, "full_layers": 0}
 
 
 class Common(SimpleNamespace):
@@ -28,47 +28,57 @@ def common(lengths: list[int], counts: list[int], prefilling: list[bool], padded
         num_reqs=rows + padded, query_start_loc=start, query_start_loc_cpu=start,
         seq_lens=known, seq_lens_cpu_upper_bound=known, max_seq_len=max(lengths),
         max_query_len=max(counts), is_prefilling=torch.tensor([*prefilling, *[False] * padded]),
-        block_table_tensor=table, req_idx=list(range(rows)),
+        block_table_tensor=table, slot_mapping=None, req_idx=list(range(rows)),
     )  # fmt: skip
 
 
 @pytest.fixture(params=[False])
 def builder(monkeypatch, request):
     from sparsekv.vllm import gpu
-    from sparsekv.vllm.layout import Layout
-    from sparsekv.vllm.rows import Tracker
 
     def build(self, prefix, metadata, fast_build):
-        return SimpleNamespace(common=metadata, sliding_window=(255, 0))
+        table = metadata.block_table_tensor
+        return SimpleNamespace(
+            common=metadata, sliding_window=(255, 0), block_table=table, slot_mapping=None
+        )
 
     monkeypatch.setattr(gpu.FlashAttentionMetadataBuilder, "build", build)
+    entry = {"policy": "streaming", "budget": 96, "recent": 64, "full_layers": 0}
+    entry |= {"prefill": "chunked"} if request.param else {}
+    return builder_of({"one": a_layer()}, entry)
+
+
+def a_layer():
+    impl = SimpleNamespace(sums=None, sums_at=None, scale=0.25, logits_soft_cap=0, together=None)
+    return SimpleNamespace(impl=impl, kv_cache=torch.zeros(41, 2, 16, 32))
+
+
+def builder_of(layers, entry, name="one"):
+    """A builder of layer `name`, as FlashAttention's part would have left it."""
+    from sparsekv.vllm import gpu
+    from sparsekv.vllm.compaction import Scorer
+    from sparsekv.vllm.plain_cache import PlainBlocks
+    from sparsekv.vllm.settings import parse
+
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(
+            static_forward_context=layers, max_cudagraph_capture_size=4
+        ),
+        additional_config={"sparsekv": entry}, model_config=SimpleNamespace(max_model_len=600),
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
+    )  # fmt: skip
+    settings = parse(config.additional_config)
     made = object.__new__(gpu.SparseFlashBuilder)
-    made._cutter = None
-    made._layout, made._scorer = Layout(16, 2, 64, False, request.param), None
-    made._tracker = Tracker(made._layout, 4)
-    made._lengths = torch.zeros(4, dtype=torch.int32)
-    made._sent = torch.zeros(2, 4, dtype=torch.int32)
-    made._table = None
+    made.vllm_config, made.layer_names, made.device = config, [name], "cpu"
+    made._layout, made._scorer = settings.layout(16), Scorer.of(settings)
+    made._access, made._together, made._table = PlainBlocks(), None, None
     return made
 
 
 @pytest.fixture
 def adding(builder):
-    """The same for a policy of running sums, with one layer."""
-    from sparsekv.vllm.compaction import Scorer
-    from sparsekv.vllm.plain_cache import PlainBlocks
-
-    impl = SimpleNamespace(sums=None, sums_at=None, scale=0.25, logits_soft_cap=0, cutter=None)
-    layer = SimpleNamespace(impl=impl, kv_cache=torch.zeros(41, 2, 16, 32))
-    context = SimpleNamespace(static_forward_context={"one": layer})
-    entry = {"policy": "h2o", "budget": 96, "recent": 64, "full_layers": 0}
-    builder.vllm_config = SimpleNamespace(
-        compilation_config=context, additional_config={"sparsekv": entry},
-        model_config=SimpleNamespace(max_model_len=600),
-    )  # fmt: skip
-    builder.layer_names, builder._access = ["one"], PlainBlocks()
-    builder._scorer = Scorer(0, "mean")
-    return builder
+    """The same for a policy of running sums."""
+    return builder_of(builder._layers, H2O)
 
 
 def test_what_the_kernel_is_told(builder) -> None:
@@ -77,8 +87,8 @@ def test_what_the_kernel_is_told(builder) -> None:
     first = (300 - 64) // 16
     told = metadata.common
     assert told.seq_lens.tolist() == [301 - (first - 2) * 16, 21, 0]
-    assert told.block_table_tensor[0, :4].tolist() == [1, 2, first + 1, first + 2]
-    assert told.block_table_tensor[1].tolist() == list(range(1, 41))
+    assert metadata.block_table[0, :4].tolist() == [1, 2, first + 1, first + 2]
+    assert metadata.block_table[1].tolist() == list(range(1, 41))
     assert told.max_seq_len == told.seq_lens.max() and metadata.sliding_window == (-1, -1)
     kept = metadata.sparsekv_kept
     assert kept.slots.tolist() == [0, 1, -1] and kept.lengths.tolist() == [301, 21, 0]
@@ -91,16 +101,15 @@ def test_a_capture_and_its_replays_use_the_same_memory(builder) -> None:
     assert captured.sparsekv_kept.slots.tolist() == [-1, -1]
     builder.build(0, common([300, 20], [300, 20], [True, True], 0))
     later = builder.build(0, common([301, 21], [1, 1], [False, False], 0))
-    for name in ("block_table_tensor", "seq_lens"):
-        tensors = [getattr(m.common, name) for m in (captured, later)]
-        assert tensors[0].data_ptr() == tensors[1].data_ptr()
+    assert captured.common.seq_lens.data_ptr() == later.common.seq_lens.data_ptr()
+    assert captured.block_table.data_ptr() == later.block_table.data_ptr()
     assert captured.sparsekv_kept.slots.tolist() == [0, 1]
 
 
 def test_a_warm_up_leaves_no_trace(builder) -> None:
     builder.build(0, common([300], [300], [True], 0))
     builder.build(0, common([1, 1], [1, 1], [False, False], 0))
-    assert builder._tracker.state.recent_from.tolist() == [0] * 4
+    assert builder._together.tracker.state.recent_from.tolist() == [0] * 4
 
 
 @pytest.mark.parametrize("builder", [True], indirect=True)
@@ -108,10 +117,10 @@ def test_a_prompt_that_is_cut_while_it_is_read(builder) -> None:
     """The second chunk sees what the first one has left, and itself."""
     whole = builder.build(0, common([200, 20], [200, 20], [True, True], 0)).common
     assert whole.seq_lens.tolist() == [200, 20]
-    told = builder.build(0, common([300, 21], [100, 1], [True, False], 1)).common
-    first = (200 - 64) // 16
+    metadata = builder.build(0, common([300, 21], [100, 1], [True, False], 1))
+    told, first = metadata.common, (200 - 64) // 16
     assert told.seq_lens.tolist() == [300 - (first - 2) * 16, 21, 0]
-    assert told.block_table_tensor[0, :4].tolist() == [1, 2, first + 1, first + 2]
+    assert metadata.block_table[0, :4].tolist() == [1, 2, first + 1, first + 2]
     assert told.max_seq_len == told.seq_lens.max()
     told = builder.build(0, common([301], [1], [False], 0)).common
     assert told.seq_lens.tolist() == [301 - ((300 - 64) // 16 - 2) * 16]
@@ -142,6 +151,7 @@ def test_sums_are_there_before_a_capture(adding) -> None:
     layer = adding.vllm_config.compilation_config.static_forward_context["one"]
     sums = layer.impl.sums
     assert sums.shape == (41, 2, 16) and captured.adder is None
+    assert adding._together.cutter.warm
     later = adding.build(0, common([40, 21], [1, 1], [False, False], 0)).sparsekv_kept
     assert layer.impl.sums is sums
     for name in ("table", "held", "slots"):
@@ -157,7 +167,7 @@ def test_a_layer_adds_up(adding, monkeypatch) -> None:
     monkeypatch.setattr(gpu.FlashAttentionImpl, "forward", lambda self, *args, **kwargs: None)
     layer = adding.vllm_config.compilation_config.static_forward_context["one"]
     impl = object.__new__(gpu.SparseFlashImpl)
-    impl.ring, impl.sums, impl.reduction, impl.cutter = None, None, "mean", None
+    impl.ring, impl.sums, impl.reduction, impl.together = None, None, "mean", None
     impl.scale, impl.logits_soft_cap, impl.head_size = 0.25, 0, 16
     layer.impl = impl
     layer.kv_cache.normal_()
@@ -174,26 +184,41 @@ def test_a_layer_adds_up(adding, monkeypatch) -> None:
     torch.testing.assert_close(found, wanted.mean(1).sum(1), rtol=1e-5, atol=1e-5)
 
 
-def test_groups_are_cut_together(adding, monkeypatch) -> None:
-    """The last of two groups makes the cuts of both, each with its own blocks."""
+def test_groups_share_a_step(builder, monkeypatch) -> None:
+    """The first says what the step asks for, the last has the layers of both cut."""
     from sparsekv.vllm.cutting import Cutter
-    from sparsekv.vllm.rows import Tracker
 
     made = []
-    monkeypatch.setattr(Cutter, "_cut", lambda self, *args: made.append(args))
-    layers = adding.vllm_config.compilation_config.static_forward_context
-    impl = SimpleNamespace(**vars(layers["one"].impl))
-    layers["two"] = SimpleNamespace(impl=impl, kv_cache=torch.zeros(41, 2, 16, 32))
-    other = copy.copy(adding)
-    other.layer_names, other._tracker = ["two"], Tracker(adding._layout, 4)
+    monkeypatch.setattr(Cutter, "cut", lambda self, step, tables: made.append((step, tables)))
+    layers = {"one": a_layer(), "two": a_layer()}
+    one, two = (builder_of(layers, H2O, name) for name in layers)
     for length, count in ((300, 300), (301, 1)):
+        made.clear()
         steps = [common([length], [count], [count > 1], 0) for _ in range(2)]
-        adding.build(0, steps[0])
+        steps[1].block_table_tensor = steps[1].block_table_tensor + 40
+        steps[1].slot_mapping = torch.ones(1)
+        first = one.build(0, steps[0])
         assert not made
-        other.build(0, steps[1])
-    ((_, moving, tables),) = made
-    assert moving.tolist() == [0] and other._cutter is adding._cutter
+        second = two.build(0, steps[1])
+    ((step, tables),) = made
+    assert step.moving.tolist() == [0] and two._together is one._together
     assert [t is s.block_table_tensor for t, s in zip(tables, steps, strict=True)] == [True, True]
+    gone = (300 - 64) // 16
+    assert first.block_table[0, :3].tolist() == [1, 2, gone + 1]
+    assert second.block_table[0, :3].tolist() == [41, 42, gone + 41]
+    assert first.common is second.common and second.slot_mapping is steps[1].slot_mapping
+    assert second.sparsekv_kept.table is second.block_table
+
+
+def test_groups_that_do_not_fit_together(builder) -> None:
+    layers = {"one": a_layer(), "two": a_layer()}
+    one, two = (builder_of(layers, H2O, name) for name in layers)
+    step = common([300], [300], [True], 0)
+    one.build(0, step)
+    with pytest.raises(ValueError, match=r"once a step of 1 rows, got \['one'\]"):
+        one.build(0, step)
+    with pytest.raises(ValueError, match="with 2 rows"):
+        two.build(0, common([300, 20], [300, 20], [True, True], 0))
 
 
 def test_graphs_hold_no_prompts_whose_queries_are_added_up() -> None:

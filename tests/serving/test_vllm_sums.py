@@ -74,7 +74,7 @@ class Server:
             kv_cache=torch.zeros(24, SIZE, HK, 2 * D).transpose(1, 2),
             impl=SimpleNamespace(sums=None, sums_at=None, scale=SCALE, logits_soft_cap=0),
         )
-        self.cutter = Cutter(LAYOUT, self.scorer, ["layer"], {"layer": self.layer})
+        self.cutter = Cutter(LAYOUT, self.scorer, [self.layer])
         self.free = torch.randperm(23, generator=self.gen).add(1).tolist()
         self.running: list[Request] = []
 
@@ -97,7 +97,7 @@ class Server:
         provide_sums(["layer"], {"layer": self.layer})
         cache, sums = self.layer.kv_cache, self.layer.impl.sums
         if self.single:
-            self.cutter.ask(step, common.block_table_tensor, ["layer"])
+            self.cutter.cut(step, [common.block_table_tensor])
         else:
             for cut in cuts(step, LAYOUT, common.block_table_tensor, 0):
                 apply_sums(cut, cache, sums, PlainBlocks(), LAYOUT)
