@@ -11,12 +11,18 @@ pytestmark = [needs_vllm, pytest.mark.slow]
 
 LENGTHS, NEW, CHUNK = (300, 90, 420), 40, 64
 PINNED, RECENT = 64, 96
-# settings, and the evictor's reading of them
+# settings, and the evictor's reading of them; a pyramid of three tiers pins 3, 2 and 1 blocks
+TIERS = {**dict.fromkeys(range(3, 12), 3 * BLOCK), **dict.fromkeys(range(21, 30), BLOCK)}
 CASES = {
     "streaming": ({"sinks": PINNED}, {}),
     "snapkv": ({"recent": RECENT}, {"rows": 32, "kernel": 7, "grows": True}),
     "layersplit": ({"recent": RECENT}, {"rows": 32}),
     "h2o": ({"recent": RECENT}, {"all_rows": True}),
+    "tova": ({"recent": RECENT}, {"rows": 1, "one_set": True}),
+    "pyramid": (
+        {"recent": RECENT},
+        {"rows": 8, "kernel": 7, "grows": True, "by_layer": TIERS},
+    ),
 }
 LAYERS = 3  # in a group of vLLM's, of which one keeps everything and nine do not
 BLOCK_BYTES = LAYERS * BLOCK * 2 * 3 * 64 * 4  # keys and values of 3 KV heads in fp32
