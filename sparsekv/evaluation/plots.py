@@ -10,6 +10,7 @@ from sparsekv.plotting import pyplot
 from sparsekv.policies import Full
 
 _DPI = 130
+_TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # of the axis of bytes
 
 
 def draw_frontier(found: list[Point], title: str, out: Path) -> Path:
@@ -23,7 +24,7 @@ def draw_frontier(found: list[Point], title: str, out: Path) -> Path:
     if not protocols:
         raise ValueError("expected averages to draw, got none")
     names = list(dict.fromkeys(p.policy for p in found if p.policy != Full.name))
-    size = (6.5 * len(protocols), 5.0)
+    size = (6.0 * len(protocols) + 1.5, 5.0)
     figure, panels = plt.subplots(
         1, len(protocols), figsize=size, sharey=True, squeeze=False, layout="constrained"
     )
@@ -40,8 +41,12 @@ def draw_frontier(found: list[Point], title: str, out: Path) -> Path:
         for dense in (p for p in own if p.policy == Full.name):
             axes.axhline(dense.score, color="black", linewidth=1, label="dense cache")
         axes.set(title=protocol, xlabel="KV bytes, ratio to a dense cache", xscale="log")
+        ticks = [tick for tick in _TICKS if tick >= min(p.ratio for p in own) / 1.2]
+        axes.set_xticks(ticks, labels=[f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
     panels[0][0].set_ylabel("score, mean over tasks")
-    panels[0][-1].legend(fontsize=7, ncols=2, loc="lower right")
+    drawn = panels[0][-1].get_legend_handles_labels()
+    figure.legend(*drawn, fontsize=8, loc="outside right center")
     figure.suptitle(title)
     figure.savefig(out, dpi=_DPI)
     plt.close(figure)
