@@ -62,11 +62,13 @@ def chosen_units(options: Options, names: Sequence[str]) -> list[Unit]:
 
 
 def work(options: Options, names: Sequence[str], queue: Any, deadline: float, threads: int) -> None:
-    """One process: load the model, then do groups until none is left or time is up."""
+    """One process: load the model, then do groups until none is left, time is up, or the process
+    that started it is gone."""
     torch.set_num_threads(threads)
+    parent = multiprocessing.parent_process()
     known = {unit.key: unit for unit in chosen_units(options, names)}
     session = Session(options)
-    while time.time() < deadline:
+    while time.time() < deadline and (parent is None or parent.is_alive()):
         try:
             keys = queue.get(timeout=1)
         except Empty:
