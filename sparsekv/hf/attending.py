@@ -54,6 +54,9 @@ class _Layer(PassingLayer):
         window: int | None,
     ) -> Tensor:
         """What the function says."""
+        # It may keep the key, from which the mark would lead back to the function: a cycle that no
+        # garbage collection finds, since tensors are referred to from C++, too.
+        delattr(k, KEY_MARK)
         with device_of(q):
             return self.by(self.layer, q, k, v, scores, self.window)
 

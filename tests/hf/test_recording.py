@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -87,6 +89,20 @@ def test_replay_is_the_prompt(name):
         for cache in (one, other):
             sparsekv.compress(model, cache, ids, mask)
     same(model, one, other, mask, 3)
+
+
+def test_a_recording_is_freed_when_nobody_holds_it():
+    """Whole prompts of an evaluation once stayed for good: keys led back to who had kept them."""
+    model = sparsekv.patch(tiny_llama(), "snapkv", BUDGET)
+    recording = recorded(model, prompts(3, 40, 23))
+    longer = extended(model, recording, [0, 1], prompts(4, 7, 7))
+    held = [
+        weakref.ref(tensor)
+        for layer in (*recording.layers, *longer.layers)
+        for tensor in (layer.q, layer.k, layer.v)
+    ]
+    del recording, longer
+    assert [ref() for ref in held] == [None] * len(held)
 
 
 @pytest.mark.parametrize("name", REPLAYED)
