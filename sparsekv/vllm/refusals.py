@@ -33,11 +33,6 @@ def _findings(config: Any, settings: Settings) -> list[tuple[bool, str, str]]:
         (bool(model.use_mla), "no MLA", "its cache has no KV heads to choose tokens for"),
         *_ranks(config.parallel_config, settings),
         (
-            bool(config.parallel_config.enable_dbo),
-            "enable_dbo=False",
-            "groups of layers share what a whole step asks for",
-        ),
-        (
             bool(cache.kv_sharing_fast_prefill),
             "kv_sharing_fast_prefill=False",
             "layers that share a cache would choose tokens for each other",
@@ -63,6 +58,11 @@ def _findings(config: Any, settings: Settings) -> list[tuple[bool, str, str]]:
 def _ranks(parallel: Any, settings: Settings) -> list[tuple[bool, str, str]]:
     local = settings.method.tensor_parallel == "local"
     return [
+        (
+            bool(parallel.enable_dbo),
+            "enable_dbo=False",
+            "groups of layers share what a whole step asks for",
+        ),
         (
             parallel.decode_context_parallel_size > 1,
             "decode_context_parallel_size=1",
