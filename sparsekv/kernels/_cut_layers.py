@@ -56,7 +56,7 @@ class PagedCuts:
     caches: [N, HK, P, 2 D] each, keys and then values. tables: int32 [B, columns] each, the blocks
     of requests as they were written. others: rings [S, R, HQ, D], or running sums fp32 [N, HK, P],
     contiguous; none where slots are only moved. offsets: int64 [3, L], from the first layer's
-    tensors to each layer's. requests: int64 [5, M], see `requests_of`, on the caches' device.
+    tensors to each layer's. requests: int64 [5, M], see `of`, on the caches' device.
     pinned: blocks. width: most candidates of a request.
     """
 

@@ -40,10 +40,8 @@ class Cutter:
             return
         impls, caches = [x.impl for x in self.layers], [x.kv_cache for x in self.layers]
         others = [impl.ring if self.scorer.rows else impl.sums for impl in impls]
-        pinned, parts = (
-            self.layout.pinned_blocks,
-            (step.slots, step.computed, step.before, step.now),
-        )
+        pinned = self.layout.pinned_blocks
+        parts = (step.slots, step.computed, step.before, step.now)
         requests = np.stack([moving, *(part[moving] for part in parts)]).astype(np.int64)
         each = len(caches) * caches[0].shape[1] * self.layout.block_size
         for some in batches(pinned + requests[4] - requests[3], MAX_SCORES // each):
