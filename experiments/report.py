@@ -64,14 +64,15 @@ Link = Callable[[Path], str]
 def evaluation(facts: dict[str, Any], folder: Path, link: Link) -> list[str]:
     """A run of `sparsekv eval`: the frontier, who is best, tables by policy and budget."""
     few = [task for task, count in facts["samples"].items() if count < ENOUGH]
-    parts = [_title(folder, len(few) == len(facts["samples"]))]
+    smoke = len(few) == len(facts["samples"])
+    parts = [_title(folder, smoke)]
     for part in facts["history"]:
         where = f"{part['device']}, torch {part['torch']}, commit {part['commit']}, {part['date']}"
         parts.append(f"    {part['command']}\n\n{where}.\n")
     counts = ", ".join(f"{task} {count}" for task, count in facts["samples"].items())
     parts += [
         f"Model {facts['model']}, {facts['dtype']}, seed {facts['seed']}. Contexts: {counts}.\n",
-        *([f"Too few to conclude from alone: {', '.join(few)}.\n"] if few else []),
+        *([f"Too few to conclude from alone: {', '.join(few)}.\n"] if few and not smoke else []),
         f"![accuracy against memory]({link(folder / 'frontier.png')})\n",
         "Score: the mean over all tasks but the control; a task scored by nll counts with its "
         "perplexity's ratio to dense. In brackets the interval of the difference to dense.\n",

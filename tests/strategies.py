@@ -25,6 +25,16 @@ DTYPES = {
     "interpreter": (torch.float32, torch.float16),  # it computes bf16 on raw bits
     "gpu": (torch.bfloat16, torch.float16, torch.float32),
 }
+# What kernels over vLLM's blocks are drawn for.
+BLOCKS = {
+    "kv_heads": st.integers(1, 2),
+    "dim": st.sampled_from([16, 24, 64]),
+    "size": st.sampled_from([16, 32]),
+    "tokens_first": st.booleans(),
+    "softcap": st.sampled_from([None, 5.0]),
+    "reduction": st.sampled_from(["mean", "max", "sum"]),
+    "seed": st.integers(0, 99),
+}
 VALUES = ("normal", "outliers", "huge key", "equal keys", "sharp", "zeros")
 LAYOUTS = ("tokens", "heads", "fused")
 # Interpreter tiles are 16 and 32, GPU tiles 32 to 128: lengths around their multiples.

@@ -36,7 +36,7 @@ SHARED_LIMIT = {
 }
 # Stores to local memory that are no spill of a tile: a pointer or two that is put aside once, which
 # triton 3.7's assembler does where 3.6's and 3.9's do not.
-SCALARS = 2
+SCALARS = 2 if triton.__version__.startswith("3.7.") else 0
 
 
 # --- worker process -----------------------------------------------------------------------------

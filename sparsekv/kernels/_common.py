@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 import triton
@@ -23,6 +23,8 @@ ARCHS = ("sm80", "sm89", "sm90", "sm100", "sm120", "gfx942")
 PDL_ARCHS = ("sm90", "sm100", "sm120")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
+# Of the query heads of a KV head.
+Reduction = Literal["mean", "max", "sum"]
 Config = TypeVar("Config")
 # (kernel, signature, constexprs, launch options, arch): what an ahead-of-time compilation needs.
 AotRow = tuple[Any, dict[str, str], dict[str, Any], dict[str, Any], str]
@@ -38,6 +40,19 @@ def base2_logits(dots, softmax_scale, softcap, HAS_SOFTCAP: tl.constexpr):
         e = tl.exp2(dots * (2.0 * LOG2E * softmax_scale / softcap))
         return (softcap * LOG2E) * (1.0 - 2.0 / (1.0 + e))
     return dots * (softmax_scale * LOG2E)
+
+
+@triton.jit
+def block_logits(
+    q, cache, block, offset, seen, stride_cn, stride_cp, offs_d, in_d, softmax_scale, softcap,
+    HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Base-2 logits [M, N] of queries q [M, BLOCK_D] and the N keys at these places of a paged
+    cache, whose heads share blocks; of a key that is not `seen`, 0."""
+    rows = block * stride_cn + offset * stride_cp
+    k = tl.load(cache + rows[:, None] + offs_d[None, :], mask=seen[:, None] & in_d, other=0.0)
+    dots = tl.dot(q, tl.trans(k), input_precision="ieee")
+    return base2_logits(dots, softmax_scale, softcap, HAS_SOFTCAP)
 
 
 @triton.jit
@@ -146,6 +161,19 @@ def check_last_contiguous(name: str, tensor: Tensor) -> None:
     """Raise ValueError unless the last dimension of tensor has stride 1."""
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(f"expected {name}.stride(-1) == 1, got strides {tensor.stride()}")
+
+
+def check_reduction(reduction: str) -> None:
+    """Raise ValueError unless it is a `Reduction`."""
+    if reduction not in get_args(Reduction):
+        raise ValueError(f"expected reduction in {get_args(Reduction)}, got {reduction!r}")
+
+
+def send(numbers: Tensor, device: torch.device) -> Tensor:
+    """Numbers from the host, on `device`; the host does not wait for a GPU."""
+    if device.type != "cuda":
+        return numbers
+    return numbers.pin_memory().to(device, non_blocking=True)
 
 
 def check_heads(num_heads: int, num_kv_heads: int) -> int:

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._common import check_dtype, check_shape
+from ._common import check_dtype, check_shape, send
 
 UNIT = 16  # bytes in which distances between tensors are counted: loads stay wide
 
@@ -42,6 +42,13 @@ def cut_request(requests, offsets, P: tl.constexpr, pinned):
 
 
 @triton.jit
+def own_row():
+    """The program's row of what is [L, M, HK, ...]."""
+    m = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
+    return (m * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
+
+
+@triton.jit
 def block_of(table, slot, seen, pinned, gap, P: tl.constexpr):
     """The blocks of held slots."""
     column = slot // P
@@ -55,9 +62,9 @@ class PagedCuts:
 
     caches: [N, HK, P, 2 D] each, keys and then values. tables: int32 [B, columns] each, the blocks
     of requests as they were written. others: rings [S, R, HQ, D], or running sums fp32 [N, HK, P],
-    contiguous; none where slots are only moved. offsets: int64 [3, L], from the first layer's
-    tensors to each layer's. requests: int64 [5, M], see `of`, on the caches' device.
-    pinned: blocks. width: most candidates of a request.
+    contiguous. offsets: int64 [3, L], from the first layer's tensors to each layer's. requests:
+    int64 [5, M], see `of`, on the caches' device. pinned: blocks. width: most candidates of a
+    request.
     """
 
     caches: Sequence[Tensor]
@@ -81,11 +88,8 @@ class PagedCuts:
         every = (caches, tables, others)
         for name, tensors in zip(("caches", "tables", "others"), every, strict=True):
             _check_alike(name, tensors, len(caches))
-        distances = [number for tensors in every for number in _distances(tensors, len(caches))]
-        sent = torch.cat([torch.tensor(distances), requests.flatten()])
-        device = caches[0].device
-        if device.type == "cuda":
-            sent = sent.pin_memory().to(device, non_blocking=True)
+        distances = [number for tensors in every for number in _distances(tensors)]
+        sent = send(torch.cat([torch.tensor(distances), requests.flatten()]), caches[0].device)
         going = int((requests[4] - requests[3]).max())
         many = len(distances)
         return cls(
@@ -121,8 +125,6 @@ class PagedCuts:
 
 
 def _check_alike(name: str, tensors: Sequence[Tensor], layers: int) -> None:
-    if not tensors and name == "others":
-        return
     if len(tensors) != layers:
         raise ValueError(f"expected {layers} {name}, one a layer, got {len(tensors)}")
     first = tensors[0]
@@ -136,10 +138,8 @@ def _check_alike(name: str, tensors: Sequence[Tensor], layers: int) -> None:
             )
 
 
-def _distances(tensors: Sequence[Tensor], layers: int) -> list[int]:
+def _distances(tensors: Sequence[Tensor]) -> list[int]:
     """From the first tensor to each, in units of UNIT bytes."""
-    if not tensors:
-        return [0] * layers
     first = tensors[0].data_ptr()
     found = [tensor.data_ptr() - first for tensor in tensors]
     if any(distance % UNIT for distance in found):
@@ -148,12 +148,14 @@ def _distances(tensors: Sequence[Tensor], layers: int) -> list[int]:
 
 
 def cache_strides(cache: Tensor) -> tuple[int, int, int]:
+    """Of blocks, heads and tokens; ValueError unless a token's numbers stand side by side."""
     if cache.stride(3) != 1:
         raise ValueError(f"expected caches with stride 1 in the last dim, got {cache.stride()}")
     return cache.stride(0), cache.stride(1), cache.stride(2)
 
 
 def check_sums(sums: Tensor, cache: Tensor) -> None:
+    """ValueError unless these can be the running sums beside `cache`."""
     check_shape("sums", sums, cache.shape[:3])
     check_dtype("sums", sums, torch.float32)
     if not sums.is_contiguous():

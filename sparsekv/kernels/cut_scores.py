@@ -10,8 +10,6 @@ query r is that of the newest position = r modulo R:
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
 import torch
 import triton
 import triton.language as tl
@@ -20,18 +18,19 @@ from torch import Tensor
 from ._common import (
     ARCHS,
     AotRow,
+    Reduction,
     aot_row,
-    base2_logits,
+    block_logits,
     check_dtype,
     check_heads,
+    check_reduction,
     check_shape,
     launch_options,
     lookup,
     padded_head_dim,
 )
-from ._cut_layers import UNIT, PagedCuts, block_of, cache_strides, check_sums, cut_request
+from ._cut_layers import UNIT, PagedCuts, block_of, cache_strides, check_sums, cut_request, own_row
 
-Reduction = Literal["mean", "max", "sum"]
 MAX_ROWS = 128  # queries of a ring that vote, at most
 
 # (arch, padded head_dim) -> (keys a tile, num_warps, num_stages)
@@ -49,10 +48,10 @@ def _vote_logits(
 ):  # fmt: skip
     """Base-2 logits [BLOCK_M, BLOCK_N] of the keys in these slots."""
     seen = slot < end
-    rows = block_of(table, slot, seen, pinned, gap, P) * stride_cn + (slot % P) * stride_cp
-    k = tl.load(cache + rows[:, None] + offs_d[None, :], mask=seen[:, None] & in_d, other=0.0)
-    dots = tl.dot(q, tl.trans(k), input_precision="ieee")
-    return base2_logits(dots, softmax_scale, softcap, HAS_SOFTCAP)
+    return block_logits(
+        q, cache, block_of(table, slot, seen, pinned, gap, P), slot % P, seen, stride_cn, stride_cp,
+        offs_d, in_d, softmax_scale, softcap, HAS_SOFTCAP,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["width"])
@@ -94,13 +93,9 @@ def _vote_kernel(
     cache += at_cache * UNIT + head * stride_ch
     table += at_table * 4 + row * stride_tb
     ring += at_ring * UNIT + slot * stride_rs
-    program = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + head
-    scores += program.to(tl.int64) * width
-    offs_n, offs_d, offs_m = (
-        tl.arange(0, BLOCK_N),
-        tl.arange(0, BLOCK_D),
-        tl.arange(0, HEADS * BLOCK_R),
-    )
+    scores += own_row() * width
+    offs_n, offs_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    offs_m = tl.arange(0, HEADS * BLOCK_R)
     in_d = (offs_d < D)[None, :]
     r = offs_m % BLOCK_R
     # Of the slots held, the query's own: it sees those up to it.
@@ -163,8 +158,7 @@ def _sums_kernel(
     row, _, _, gap, candidates, _, at_table, at_sums = cut_request(requests, offsets, P, pinned)
     sums += at_sums * 4
     table += at_table * 4 + row * stride_tb
-    program = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * heads + head
-    scores += program.to(tl.int64) * width
+    scores += own_row() * width
     for start in range(0, candidates, BLOCK):
         held = start + tl.arange(0, BLOCK)
         inside = held < candidates
@@ -247,8 +241,7 @@ def cut_scores(
         raise ValueError(f"expected at most {MAX_ROWS} voting queries, got {ring.shape[1]}")
     if not ring.is_contiguous():
         raise ValueError(f"expected contiguous rings, got strides {ring.stride()}")
-    if reduction not in get_args(Reduction):
-        raise ValueError(f"expected reduction in {get_args(Reduction)}, got {reduction!r}")
+    check_reduction(reduction)
     run = cut_scores_triton if cache.is_cuda else cut_scores_reference
     return run(cuts, softmax_scale=softmax_scale, softcap=softcap, reduction=reduction)
 

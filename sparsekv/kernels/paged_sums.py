@@ -15,7 +15,7 @@ differs is read from tensors (CUDA graphs). No atomics: a token's place has one 
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 import triton
@@ -25,18 +25,18 @@ from torch import Tensor
 from ._common import (
     ARCHS,
     AotRow,
+    Reduction,
     aot_row,
-    base2_logits,
+    block_logits,
     check_dtype,
     check_heads,
     check_last_contiguous,
+    check_reduction,
     check_shape,
     launch_options,
     lookup,
     padded_head_dim,
 )
-
-Reduction = Literal["mean", "max", "sum"]
 
 # (arch, padded head_dim) -> (keys a tile, num_warps, num_stages)
 _CONFIG = {(arch, d): (128, 4, 3) for arch in ARCHS for d in (16, 32, 64, 128)}
@@ -53,10 +53,10 @@ def _logits(
     """Base-2 logits [BLOCK_G, BLOCK_N] of the keys in these slots, -inf beyond n; their blocks."""
     seen = slot < n
     block = tl.load(table + slot // P, mask=seen, other=0).to(tl.int64)
-    rows = block * stride_cn + (slot % P) * stride_cp
-    k = tl.load(keys + rows[:, None] + offs_d[None, :], mask=seen[:, None] & in_d, other=0.0)
-    dots = tl.dot(q_tile, tl.trans(k), input_precision="ieee")
-    x = base2_logits(dots, softmax_scale, softcap, HAS_SOFTCAP)
+    x = block_logits(
+        q_tile, keys, block, slot % P, seen, stride_cn, stride_cp, offs_d, in_d, softmax_scale,
+        softcap, HAS_SOFTCAP,
+    )  # fmt: skip
     return tl.where(seen[None, :], x, float("-inf")), block
 
 
@@ -200,8 +200,7 @@ def add_attention(
         check_last_contiguous(name, x)
     if not sums.is_contiguous():
         raise ValueError(f"expected contiguous sums, got strides {sums.stride()}")
-    if reduction not in get_args(Reduction):
-        raise ValueError(f"expected reduction in {get_args(Reduction)}, got {reduction!r}")
+    check_reduction(reduction)
     run = add_attention_triton if query.is_cuda else add_attention_reference
     run(
         query, keys, sums, query_start, lengths, slots, table, softmax_scale=softmax_scale,

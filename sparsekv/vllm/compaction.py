@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparsekv.kernels._common import send
 from sparsekv.kernels.column_scores import column_scores
 from sparsekv.kernels.prefill import prefill_attention
 from sparsekv.kernels.topk import select_topk
@@ -116,9 +117,7 @@ def _cut(step: Step, layout: Layout, table: Tensor, rows: int, moving: Ints) -> 
         np.repeat(moving, counts), np.concatenate(columns), np.r_[0, np.cumsum(counts)] * size,
         used, (pinned + now - before) * size, step.slots[moving], places.ravel(),
     ]  # fmt: skip
-    sent = torch.from_numpy(np.concatenate(parts))
-    if table.is_cuda:
-        sent = sent.pin_memory().to(table.device, non_blocking=True)
+    sent = send(torch.from_numpy(np.concatenate(parts)), table.device)
     row, column, starts, held, candidates, slots, at = sent.split([len(p) for p in parts])
     return Cut(
         table[row, column].long(), starts.int(), held.int(), candidates.int(), slots,

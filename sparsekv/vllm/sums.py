@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparsekv.kernels._common import send
 from sparsekv.kernels.column_scores import column_scores
 from sparsekv.kernels.prefill import prefill_attention
 from sparsekv.kernels.topk import select_topk
@@ -104,9 +105,7 @@ def _reading(rows: Ints, query_start: Ints, lengths: Ints, table: Tensor, size: 
     older = np.clip((used - counts)[request] - place * size, 0, size)
     starts_q, starts_k = np.r_[0, np.cumsum(counts)], np.r_[0, np.cumsum(blocks)] * size
     parts = [tokens, starts_q, starts_k, used, rows[request], request, place, older]
-    sent = torch.from_numpy(np.concatenate(parts))
-    if table.is_cuda:
-        sent = sent.pin_memory().to(table.device, non_blocking=True)
+    sent = send(torch.from_numpy(np.concatenate(parts)), table.device)
     tok, sq, sk, use, row, req, at, old = sent.split([len(p) for p in parts])
     return Reading(
         tok, sq.int(), sk.int(), use.int(), table[row, at].long(), req, at, old,

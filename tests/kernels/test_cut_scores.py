@@ -7,6 +7,7 @@ import torch
 from cut_problems import DEVICE, Case, some_requests
 from hypothesis import given
 from hypothesis import strategies as st
+from strategies import BLOCKS
 
 from sparsekv.kernels.cut_scores import (
     cut_scores,
@@ -25,13 +26,7 @@ SUMS = (sum_scores, sum_scores_triton, sum_scores_reference)
     data=st.data(),
     rows=st.sampled_from([1, 3, 8, 32]),
     group=st.sampled_from([1, 3, 8]),
-    kv_heads=st.integers(1, 2),
-    dim=st.sampled_from([16, 24, 64]),
-    size=st.sampled_from([16, 32]),
-    tokens_first=st.booleans(),
-    softcap=st.sampled_from([None, 5.0]),
-    reduction=st.sampled_from(["mean", "max", "sum"]),
-    seed=st.integers(0, 99),
+    **BLOCKS,
 )
 def test_votes(
     data, rows, group, kv_heads, dim, size, tokens_first, softcap, reduction, seed

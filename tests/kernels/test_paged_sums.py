@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from strategies import BLOCKS
 
 from sparsekv.kernels.paged_sums import (
     add_attention,
@@ -59,14 +60,8 @@ def expected(query, keys, sums, start, lengths, slots, table, scale, softcap, re
 
 @given(
     lengths=st.lists(st.integers(1, 300), min_size=1, max_size=3),
-    kv_heads=st.integers(1, 2),
     group=st.integers(1, 4),
-    dim=st.sampled_from([16, 24, 64]),
-    size=st.sampled_from([16, 32]),
-    tokens_first=st.booleans(),
-    softcap=st.sampled_from([None, 5.0]),
-    reduction=st.sampled_from(["mean", "max", "sum"]),
-    seed=st.integers(0, 99),
+    **BLOCKS,
 )
 def test_sums(lengths, kv_heads, group, dim, size, tokens_first, softcap, reduction, seed) -> None:
     counts, slots = [1] * len(lengths), list(range(len(lengths)))
