@@ -176,6 +176,29 @@ def send(numbers: Tensor, device: torch.device) -> Tensor:
     return numbers.pin_memory().to(device, non_blocking=True)
 
 
+def check_alike(name: str, tensors: Sequence[Tensor], count: int) -> None:
+    """ValueError unless these are `count` tensors of one shape, layout and dtype."""
+    if len(tensors) != count:
+        raise ValueError(f"expected {count} {name}, got {len(tensors)}")
+    first = tensors[0]
+    shape, strides, dtype = first.shape, first.stride(), first.dtype
+    for tensor in tensors:
+        if tensor.shape != shape or tensor.stride() != strides or tensor.dtype != dtype:
+            raise ValueError(
+                f"expected {name} of one layout, got {list(tensor.shape)} beside {list(shape)}, "
+                f"strides {tensor.stride()} beside {strides}"
+            )
+
+
+def distances(tensors: Sequence[Tensor], unit: int) -> list[int]:
+    """From the first tensor to each, in units of `unit` bytes; ValueError where they do not fit."""
+    first = tensors[0].data_ptr()
+    found = [tensor.data_ptr() - first for tensor in tensors]
+    if any(distance % unit for distance in found):
+        raise ValueError(f"expected tensors {unit} bytes apart or a multiple, got {found}")
+    return [distance // unit for distance in found]
+
+
 def check_heads(num_heads: int, num_kv_heads: int) -> int:
     """G = HQ / HK; ValueError unless HK divides HQ."""
     if num_kv_heads <= 0 or num_heads % num_kv_heads:

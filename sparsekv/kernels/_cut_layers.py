@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._common import check_dtype, check_shape, send
+from ._common import check_alike, check_dtype, check_shape, distances, send
 
 UNIT = 16  # bytes in which distances between tensors are counted: loads stay wide
 
@@ -87,11 +87,11 @@ class PagedCuts:
         """
         every = (caches, tables, others)
         for name, tensors in zip(("caches", "tables", "others"), every, strict=True):
-            _check_alike(name, tensors, len(caches))
-        distances = [number for tensors in every for number in _distances(tensors)]
-        sent = send(torch.cat([torch.tensor(distances), requests.flatten()]), caches[0].device)
+            check_alike(name, tensors, len(caches))
+        found = [number for tensors in every for number in distances(tensors, UNIT)]
+        sent = send(torch.cat([torch.tensor(found), requests.flatten()]), caches[0].device)
         going = int((requests[4] - requests[3]).max())
-        many = len(distances)
+        many = len(found)
         return cls(
             caches, tables, others, sent[:many].view(3, -1), sent[many:].view(5, -1), pinned,
             (pinned + going) * caches[0].shape[2],
@@ -122,29 +122,6 @@ class PagedCuts:
         heads, requests, layers = self.grid
         shape = (layers, requests, heads, self.width)
         return torch.empty(shape, dtype=torch.float32, device=self.caches[0].device)
-
-
-def _check_alike(name: str, tensors: Sequence[Tensor], layers: int) -> None:
-    if len(tensors) != layers:
-        raise ValueError(f"expected {layers} {name}, one a layer, got {len(tensors)}")
-    first = tensors[0]
-    for tensor in tensors:
-        if (tensor.shape, tensor.stride(), tensor.dtype) != (
-            first.shape, first.stride(), first.dtype,
-        ):  # fmt: skip
-            raise ValueError(
-                f"expected {name} of one layout, got {list(tensor.shape)} beside "
-                f"{list(first.shape)}, strides {tensor.stride()} beside {first.stride()}"
-            )
-
-
-def _distances(tensors: Sequence[Tensor]) -> list[int]:
-    """From the first tensor to each, in units of UNIT bytes."""
-    first = tensors[0].data_ptr()
-    found = [tensor.data_ptr() - first for tensor in tensors]
-    if any(distance % UNIT for distance in found):
-        raise ValueError(f"expected tensors {UNIT} bytes apart or a multiple, got {found}")
-    return [distance // UNIT for distance in found]
 
 
 def cache_strides(cache: Tensor) -> tuple[int, int, int]:

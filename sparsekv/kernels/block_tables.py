@@ -1,9 +1,9 @@
 """What a step needs of vLLM's block tables, written where a captured graph reads it.
 
-shorten_tables: row b holds blocks 0 .. P-1, then those from f_b on; what lies between is gone.
+shorten_tables: row b holds blocks 0 .. P-1, then those from f_b on; what lies between is gone. The
+tables of L groups of layers, which differ in their blocks alone, are written by one launch.
 
-    out_table[b, j]  =  table[b, j] if j < P else table[b, j + f_b - P]
-    out_lengths[b]   =  lengths[b] - (f_b - P) * block_size
+    out[l][b, j]  =  tables[l][b, j] if j < P else tables[l][b, j + f_b - P]
 
 store_queries: the newest queries of each request go into its ring of R, by position. With T_b
 tokens of row b in the step, the last of them at position lengths[b] - 1:
@@ -16,29 +16,49 @@ without a token, padding, store nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._common import ARCHS, AotRow, aot_row, check_dtype, check_shape, launch_options
+from ._common import (
+    ARCHS,
+    AotRow,
+    aot_row,
+    check_alike,
+    check_dtype,
+    check_shape,
+    distances,
+    launch_options,
+    send,
+)
 
 _TABLE_BLOCK, _QUERY_BLOCK, _WARPS = 1024, 1024, 4
 
 
 @triton.jit(do_not_specialize=["columns"])
 def _shorten_kernel(
-    table, lengths, first, out_table, out_lengths, stride_tb, stride_ob, columns, pinned,
-    block_size, BLOCK: tl.constexpr,
-):  # fmt: skip
+    table,  # int32 [B, M] of the first group
+    out,  # int32 [>= B, >= M] of the first group
+    offsets,  # int64 [2, L]: numbers from the first group's to each group's
+    first,  # int32 [B]
+    stride_tb,
+    stride_ob,
+    columns,
+    pinned,
+    BLOCK: tl.constexpr,
+):
     row, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
-    gap = tl.load(first + row) - pinned
+    group = tl.program_id(2)
+    table += tl.load(offsets + group) + row * stride_tb
+    out += tl.load(offsets + tl.num_programs(2) + group) + row * stride_ob
     offs = start + tl.arange(0, BLOCK)
-    source = tl.where(offs < pinned, offs, offs + gap)
-    block = tl.load(table + row * stride_tb + source, mask=source < columns, other=0)
-    tl.store(out_table + row * stride_ob + offs, block, mask=offs < columns)
-    if start == 0:
-        tl.store(out_lengths + row, tl.load(lengths + row) - gap * block_size)
+    source = tl.where(offs < pinned, offs, offs + tl.load(first + row) - pinned)
+    block = tl.load(table + source, mask=source < columns, other=0)
+    tl.store(out + offs, block, mask=offs < columns)
 
 
 @triton.jit(do_not_specialize=["ring_rows"])
@@ -58,60 +78,69 @@ def _store_kernel(
             tl.store(target + offs, tl.load(source + offs, offs < SIZE), offs < SIZE)
 
 
-def shorten_tables_triton(
-    table: Tensor, lengths: Tensor, first: Tensor, out_table: Tensor, out_lengths: Tensor, *,
-    pinned: int, block_size: int,
-) -> None:  # fmt: skip
+@dataclass(frozen=True)
+class Tables:
+    """Tables of L groups and where they are shortened to, at places that stay from step to step.
+
+    tables: int32 [B, M] each; out: int32 [>= B, >= M] each. offsets: int64 [2, L], on their device.
+    """
+
+    tables: Sequence[Tensor]
+    out: Sequence[Tensor]
+    offsets: Tensor
+
+    @classmethod
+    def of(cls, tables: Sequence[Tensor], out: Sequence[Tensor]) -> Tables:
+        """Their offsets go to the device, unawaited. ValueError unless they are alike, and fit."""
+        check_alike("tables", tables, len(out))
+        check_alike("out", out, len(tables))
+        for name, x in (("tables", tables[0]), ("out", out[0])):
+            check_dtype(name, x, torch.int32)
+            if x.stride(-1) != 1:
+                raise ValueError(f"expected {name}.stride(-1) == 1, got strides {x.stride()}")
+        (rows, columns), room = tables[0].shape, out[0].shape
+        if room[0] < rows or room[1] < columns:
+            raise ValueError(f"expected room for {rows} rows of {columns} blocks, got {list(room)}")
+        found = [distances(tables, 4), distances(out, 4)]
+        return cls(tables, out, send(torch.tensor(found), tables[0].device))
+
+    def are(self, tables: Sequence[Tensor], out: Sequence[Tensor]) -> bool:
+        """Whether those tables are these: of the same shape, at the same places."""
+        every = zip((*self.tables, *self.out), (*tables, *out), strict=True)
+        return all(a.data_ptr() == b.data_ptr() and a.shape == b.shape for a, b in every)
+
+
+def shorten_tables_triton(tables: Tables, first: Tensor, *, pinned: int) -> None:
     """`shorten_tables` in one launch."""
+    table, out = tables.tables[0], tables.out[0]
     rows, columns = table.shape
-    grid = (rows, triton.cdiv(columns, _TABLE_BLOCK))
+    grid = (rows, triton.cdiv(columns, _TABLE_BLOCK), len(tables.tables))
     _shorten_kernel[grid](
-        table, lengths, first, out_table, out_lengths, table.stride(0), out_table.stride(0),
-        columns, pinned, block_size, BLOCK=_TABLE_BLOCK, **launch_options(_WARPS, 1),
+        table, out, tables.offsets, first, table.stride(0), out.stride(0), columns, pinned,
+        BLOCK=_TABLE_BLOCK, **launch_options(_WARPS, 1),
     )  # fmt: skip
 
 
-def shorten_tables_reference(
-    table: Tensor, lengths: Tensor, first: Tensor, out_table: Tensor, out_lengths: Tensor, *,
-    pinned: int, block_size: int,
-) -> None:  # fmt: skip
+def shorten_tables_reference(tables: Tables, first: Tensor, *, pinned: int) -> None:
     """`shorten_tables` in plain torch."""
-    rows, columns = table.shape
-    place = torch.arange(columns, device=table.device)
-    gap = (first - pinned)[:, None]
-    source = torch.where(place < pinned, place, place + gap)  # [B, M]
-    found = table.gather(1, source.clamp(max=columns - 1))
-    out_table[:rows, :columns] = found.masked_fill(source >= columns, 0)
-    out_lengths[:rows] = lengths - gap[:, 0] * block_size
+    rows, columns = tables.tables[0].shape
+    place = torch.arange(columns, device=first.device)
+    source = torch.where(place < pinned, place, place + (first - pinned)[:, None])  # [B, M]
+    for table, out in zip(tables.tables, tables.out, strict=True):
+        found = table.gather(1, source.clamp(max=columns - 1))
+        out[:rows, :columns] = found.masked_fill(source >= columns, 0)
 
 
-def shorten_tables(
-    table: Tensor, lengths: Tensor, first: Tensor, out_table: Tensor, out_lengths: Tensor, *,
-    pinned: int, block_size: int,
-) -> None:  # fmt: skip
-    """Tables and lengths of what is held, in place; see the module's formulas.
+def shorten_tables(tables: Tables, first: Tensor, *, pinned: int) -> None:
+    """Tables of what is held, in place; see the module's formula.
 
-    table int32 [B, M], lengths and first int32 [B], with pinned <= first; out_table int32
-    [>= B, >= M], out_lengths int32 [>= B]: rows and columns beyond B and M are left alone, entries
-    that have moved up are followed by 0. Raises ValueError on shapes or dtypes that do not fit.
+    first int32 [B], at least `pinned`. Rows and columns beyond B and M are left alone; entries that
+    have moved up are followed by 0. Raises ValueError for a `first` that does not fit.
     """
-    rows, columns = table.shape
-    for name, x in (("lengths", lengths), ("first", first)):
-        check_shape(name, x, (rows,))
-    for name, x in (
-        ("table", table), ("lengths", lengths), ("first", first), ("out_table", out_table),
-        ("out_lengths", out_lengths),
-    ):  # fmt: skip
-        check_dtype(name, x, torch.int32)
-        if x.stride(-1) != 1:
-            raise ValueError(f"expected {name}.stride(-1) == 1, got strides {x.stride()}")
-    if out_table.shape[0] < rows or out_table.shape[1] < columns or len(out_lengths) < rows:
-        raise ValueError(
-            f"expected room for {rows} rows of {columns} blocks, got {list(out_table.shape)} and "
-            f"{len(out_lengths)} lengths"
-        )
-    run = shorten_tables_triton if table.is_cuda else shorten_tables_reference
-    run(table, lengths, first, out_table, out_lengths, pinned=pinned, block_size=block_size)
+    check_shape("first", first, (tables.tables[0].shape[0],))
+    check_dtype("first", first, torch.int32)
+    run = shorten_tables_triton if first.is_cuda else shorten_tables_reference
+    run(tables, first, pinned=pinned)
 
 
 def store_queries_triton(
@@ -171,8 +200,8 @@ def store_queries(
 
 def aot_signatures() -> list[AotRow]:
     """(kernel, signature, constexprs, launch options, arch) of both kernels, HQ = 32, D = 128."""
-    tables = dict.fromkeys(("table", "lengths", "first", "out_table", "out_lengths"), "*i32")
-    tables |= dict.fromkeys(("columns", "pinned", "block_size"), "i32")
+    tables = dict.fromkeys(("table", "out", "first"), "*i32") | {"offsets": "*i64"}
+    tables |= dict.fromkeys(("columns", "pinned"), "i32")
     queries = dict.fromkeys(("query_start", "lengths", "slots"), "*i32")
     queries |= {"query": "*bf16", "ring": "*bf16", "ring_rows": "i32"}
     options = launch_options(_WARPS, 1)

@@ -25,7 +25,7 @@ from sparsekv.vllm.cpu_cache import PackedBlocks
 from sparsekv.vllm.pinning import pin_best
 from sparsekv.vllm.rows import Step, Tracker, shorten, store_queries
 from sparsekv.vllm.spec import PinnedWindowSpec
-from sparsekv.vllm.sums import Adder, provide_sums, readings
+from sparsekv.vllm.sums import Adder, provide_sums
 
 
 class SparseCPUBackend(CPUAttentionBackend):
@@ -131,8 +131,8 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
     def _adder(self, step: Step, table: Tensor, lengths: Tensor) -> Adder:
         assert self._scorer is not None
         rows, size = np.arange(len(step.slots)), self.kv_cache_spec.block_size
-        parts = readings(rows, step.query_start, lengths.numpy().astype(np.int64), table, size)
-        return Adder(tuple(parts), self._access, self._scorer)
+        held = lengths.numpy().astype(np.int64)
+        return Adder(rows, step.query_start, held, table, size, self._access, self._scorer)
 
     def _compact(self, step: Step, table: Tensor) -> None:
         """Pin the best tokens of the requests whose blocks must go, in every layer of the group."""

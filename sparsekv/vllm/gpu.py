@@ -24,7 +24,7 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from sparsekv.kernels.block_tables import shorten_tables, store_queries
+from sparsekv.kernels.block_tables import store_queries
 from sparsekv.kernels.cut_scores import MAX_ROWS
 from sparsekv.kernels.paged_sums import add_attention
 from sparsekv.vllm.built import Built, know_tier, names_of_layout, settings_of
@@ -35,7 +35,7 @@ from sparsekv.vllm.plain_cache import PlainBlocks
 from sparsekv.vllm.rows import Step
 from sparsekv.vllm.settings import parse
 from sparsekv.vllm.spec import PinnedWindowSpec
-from sparsekv.vllm.sums import Adder, provide_sums, readings
+from sparsekv.vllm.sums import Adder, provide_sums
 from sparsekv.vllm.together import Together
 
 
@@ -184,29 +184,25 @@ class SparseFlashBuilder(FlashAttentionMetadataBuilder):
         together, rows = self._shared(), common.num_reqs
         if self._scorer is not None and not self._scorer.rows:
             provide_sums(self.layer_names, self._layers)
-        first = together.enter(common, self.layer_names, real)
-        table = self._shortened(common, together)
+        table = self._room(common.block_table_tensor.shape[1], together)
+        first = together.enter(common, self.layer_names, table, real)
         if first:
             together.metadata = self._of_all(common, together, fast_build)
         metadata = copy.copy(together.metadata)
-        metadata.block_table, metadata.slot_mapping = table, common.slot_mapping
+        metadata.block_table, metadata.slot_mapping = table[:rows], common.slot_mapping
         metadata.sparsekv_kept = Kept(
             common.query_start_loc[: rows + 1], common.seq_lens[:rows], together.sent[1, :rows],
-            common.max_query_len, table, together.lengths[:rows], self._adder(together.step, table),
+            common.max_query_len, metadata.block_table, together.lengths[:rows],
+            self._adder(together.step, metadata.block_table),
         )  # fmt: skip
         return metadata
 
-    def _shortened(self, common: Any, together: Together) -> Tensor:
-        """The group's blocks that are held, int32 [rows, M]; the lengths go to `together`."""
-        table, rows = common.block_table_tensor, common.num_reqs
+    def _room(self, columns: int, together: Together) -> Tensor:
+        """For the group's blocks that are held, int32 [most rows, M]; the same in every step."""
         if self._table is None:
-            shape = (len(together.lengths), table.shape[1])
-            self._table = torch.zeros(shape, dtype=torch.int32, device=table.device)
-        shorten_tables(
-            table[:rows], common.seq_lens[:rows], together.sent[0, :rows], self._table,
-            together.lengths, pinned=self._layout.pinned_blocks, block_size=self._layout.block_size,
-        )  # fmt: skip
-        return self._table[:rows]
+            shape = (len(together.lengths), columns)
+            self._table = torch.zeros(shape, dtype=torch.int32, device=together.lengths.device)
+        return self._table
 
     def _of_all(self, common: Any, together: Together, fast_build: bool) -> FlashAttentionMetadata:
         """What FlashAttention makes of the step, the same for every group but for its blocks."""
@@ -228,9 +224,10 @@ class SparseFlashBuilder(FlashAttentionMetadataBuilder):
         if step is None or self._scorer is None or self._scorer.rows:
             return None
         prompts = np.flatnonzero(np.diff(step.query_start) > 1)
-        size = self._layout.block_size
-        parts = tuple(readings(prompts, step.query_start, self._held(step), table, size))
-        return Adder(parts, self._access, self._scorer) if parts else None
+        if not len(prompts):
+            return None
+        held, size = self._held(step), self._layout.block_size
+        return Adder(prompts, step.query_start, held, table, size, self._access, self._scorer)
 
     def _shared(self) -> Together:
         """What the group shares with the others of its layout; the first layer of all keeps it."""

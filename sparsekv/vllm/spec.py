@@ -74,8 +74,24 @@ class PinnedWindowSpec(SlidingWindowSpec):
         return min(whole, self.layout.most_blocks_read_chunked(self.chunk))
 
 
+@dataclass(slots=True)
+class _Progress:
+    """Tokens of a request: cached before its last step (`begun`), and after it; what its blocks
+    have room for; with how many cached the next block must go, as far as that is known.
+    """
+
+    begun: int = 0
+    allocated: int = 0
+    room: int = 0
+    next_cut: float = 0
+
+
 class PinnedWindowManager(SingleTypeKVCacheManager):
-    """Frees blocks [P, f) of each request; see `layout`."""
+    """Frees blocks [P, f) of each request; see `layout`.
+
+    vLLM asks each group of layers three times a step and request. Most have no answer but "nothing"
+    until the next block, and say so first: the scheduler would hold up the GPU otherwise.
+    """
 
     def __init__(self, kv_cache_spec: PinnedWindowSpec, *args: Any, **kwargs: Any) -> None:
         self.layout = kv_cache_spec.layout
@@ -84,18 +100,31 @@ class PinnedWindowManager(SingleTypeKVCacheManager):
             most = self.layout.most_blocks_read_chunked(kv_cache_spec.chunk)
             kwargs["max_admission_blocks_per_request"] = most
         super().__init__(kv_cache_spec, *args, **kwargs)
-        # Tokens of each request that were cached before its last step, and that will be after it.
-        self._begun: dict[str, int] = {}
-        self._allocated: dict[str, int] = {}
+        self._progress: dict[str, _Progress] = {}
         self._replays: OrderedDict[str, int] = OrderedDict()
+
+    def get_num_blocks_to_allocate(
+        self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any
+    ) -> int:
+        """As every manager."""
+        known = self._progress.get(request_id)
+        if known is not None and num_tokens <= known.room:
+            return 0
+        return super().get_num_blocks_to_allocate(request_id, num_tokens, *args, **kwargs)
 
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
     ) -> list[KVCacheBlock]:
         """As every manager; notes how far the request has come."""
-        self._begun[request_id] = self._allocated.get(request_id, 0)
-        self._allocated[request_id] = num_tokens
-        return super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
+        known = self._progress.get(request_id)
+        if known is None:
+            known = self._progress[request_id] = _Progress()
+        known.begun, known.allocated = known.allocated, num_tokens
+        if num_tokens <= known.room:
+            return []
+        blocks = super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
+        known.room = len(self.req_to_blocks[request_id]) * self.block_size
+        return blocks
 
     def remove_skipped_blocks(
         self,
@@ -104,23 +133,27 @@ class PinnedWindowManager(SingleTypeKVCacheManager):
         num_prompt_tokens: int | None = None,
     ) -> None:
         """Free what the layout did not hold any more in the request's last step."""
-        begun = self._begun.get(request_id, 0)
-        if num_prompt_tokens is None:
+        known = self._progress.get(request_id)
+        if known is None or num_prompt_tokens is None or known.begun < known.next_cut:
             return
+        begun, layout = known.begun, self.layout
         # A preempted request is read again from its start, generated tokens included.
         prompt = max(num_prompt_tokens, self._replays.get(request_id, 0))
-        if begun < prompt and not self.layout.chunked:
+        if begun < prompt and not layout.chunked:
             return
-        end = min(begun, num_prompt_tokens) if self.layout.grows else begun
-        first = self.layout.first_recent(end)
-        self._remove_blocks_in_range(request_id, self.layout.pinned_blocks, first)
+        first = layout.first_recent(min(begun, num_prompt_tokens) if layout.grows else begun)
+        self._remove_blocks_in_range(request_id, layout.pinned_blocks, first)
+        if not layout.grows:
+            known.next_cut = layout.recent + (first + 1) * layout.block_size
+        elif begun >= prompt:
+            known.next_cut = float("inf")
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """As every manager; remembers how much a preempted request will have to read again."""
-        self._begun.pop(request_id, None)
-        if (tokens := self._allocated.pop(request_id, None)) is not None:
+        if (known := self._progress.pop(request_id, None)) is not None:
             # The token sampled last may come on top.
-            self._replays[request_id] = max(tokens + 1, self._replays.pop(request_id, 0))
+            replay = max(known.allocated + 1, self._replays.pop(request_id, 0))
+            self._replays[request_id] = replay
             if len(self._replays) > _MAX_REPLAYS:
                 self._replays.popitem(last=False)
         return super().pop_blocks_for_free(request_id)

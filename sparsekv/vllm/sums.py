@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -115,11 +116,24 @@ def _reading(rows: Ints, query_start: Ints, lengths: Ints, table: Tensor, size: 
 
 @dataclass(frozen=True)
 class Adder:
-    """A step's readings, for each layer of the group in its forward pass."""
+    """A step's prompts, for each layer of a group in its forward pass; fields: see `readings`.
 
-    readings: tuple[Reading, ...]
+    The table is read by the first of them: until then it may be a place to be filled.
+    """
+
+    rows: Ints
+    query_start: Ints
+    lengths: Ints
+    table: Tensor
+    size: int
     access: BlockAccess
     scorer: Scorer
+
+    @cached_property
+    def readings(self) -> tuple[Reading, ...]:
+        """All of them; to be asked for when the table has been filled."""
+        parts = (self.rows, self.query_start, self.lengths, self.table, self.size)
+        return tuple(readings(*parts))
 
     def add(self, query: Tensor, cache: Tensor, impl: Any) -> None:
         """Add up in `impl.sums`; query [>= tokens, HQ, D], the step's tokens in the cache."""

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsekv.kernels.block_tables import (
+    Tables,
     shorten_tables,
     shorten_tables_reference,
     shorten_tables_triton,
@@ -20,27 +21,33 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @given(
-    rows=st.integers(1, 4), columns=st.integers(2, 1100), pinned=st.integers(1, 3), data=st.data()
-)
-def test_tables(rows: int, columns: int, pinned: int, data) -> None:
+    groups=st.integers(1, 3), rows=st.integers(1, 4), columns=st.integers(2, 1100),
+    pinned=st.integers(1, 3), data=st.data(),
+)  # fmt: skip
+def test_tables(groups: int, rows: int, columns: int, pinned: int, data) -> None:
     pinned = min(pinned, columns)
     first = [data.draw(st.integers(pinned, columns)) for _ in range(rows)]
-    table = torch.randint(1, 9999, (rows, columns), dtype=torch.int32, device=DEVICE)
-    lengths = torch.randint(columns * 16, (rows,), dtype=torch.int32, device=DEVICE)
-    f = torch.tensor(first, dtype=torch.int32, device=DEVICE)
+    like = {"dtype": torch.int32, "device": DEVICE}
+    tables = [torch.randint(1, 9999, (rows, columns), **like) for _ in range(groups)]
     found = []
     for run in (shorten_tables_triton, shorten_tables_reference):
-        out = torch.full((rows + 1, columns + 3), -7, dtype=torch.int32, device=DEVICE)
-        out_lengths = torch.full((rows + 2,), -7, dtype=torch.int32, device=DEVICE)
-        run(table, lengths, f, out, out_lengths, pinned=pinned, block_size=16)
-        found.append((out.tolist(), out_lengths.tolist()))
+        out = [torch.full((rows + 1, columns + 3), -7, **like) for _ in range(groups)]
+        run(Tables.of(tables, out), torch.tensor(first, **like), pinned=pinned)
+        found.append([x.tolist() for x in out])
     assert found[0] == found[1]
-    out, out_lengths = found[0]
-    for b in range(rows):
-        held = table[b, :pinned].tolist() + table[b, first[b] :].tolist()
-        assert out[b] == held + [0] * (columns - len(held)) + [-7] * 3
-        assert out_lengths[b] == int(lengths[b]) - (first[b] - pinned) * 16
-    assert set(out[rows]) == {-7} and out_lengths[rows:] == [-7, -7]
+    for table, out in zip(tables, found[0], strict=True):
+        for b in range(rows):
+            held = table[b, :pinned].tolist() + table[b, first[b] :].tolist()
+            assert out[b] == held + [0] * (columns - len(held)) + [-7] * 3
+        assert set(out[rows]) == {-7}
+
+
+def test_tables_are_known_by_their_places_and_shapes() -> None:
+    table, out = torch.zeros(4, 5, dtype=torch.int32), torch.zeros(4, 5, dtype=torch.int32)
+    tables = Tables.of([table[:3]], [out])
+    assert tables.are([table[:3]], [out])
+    for other in (table[1:], table[:2], table.clone()[:3]):
+        assert not tables.are([other], [out])
 
 
 @given(
@@ -79,9 +86,15 @@ def test_what_does_not_fit_is_refused() -> None:
     ints = torch.zeros(2, dtype=torch.int32)
     table = torch.zeros(2, 5, dtype=torch.int32)
     with pytest.raises(ValueError, match="room for 2 rows of 5"):
-        shorten_tables(table, ints, ints, table[:, :4], ints, pinned=1, block_size=16)
+        Tables.of([table], [table[:, :4]])
+    with pytest.raises(ValueError, match="2 tables, got 1"):
+        Tables.of([table], [table, table])
+    with pytest.raises(ValueError, match="tables of one layout"):
+        Tables.of([table, table[:, :4]], [table, table])
+    with pytest.raises(ValueError, match="dtype"):
+        Tables.of([table.long()], [table])
     with pytest.raises(ValueError, match="first"):
-        shorten_tables(table, ints, ints.long(), table, ints, pinned=1, block_size=16)
+        shorten_tables(Tables.of([table], [table]), ints.long(), pinned=1)
     query, ring = torch.zeros(3, 2, 8), torch.zeros(2, 4, 2, 8)
     start = torch.zeros(3, dtype=torch.int32)
     with pytest.raises(ValueError, match="side by side"):

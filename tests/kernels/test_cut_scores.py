@@ -76,7 +76,7 @@ def test_what_does_not_fit() -> None:
         case.caches[1] = case.caches[1].contiguous()
         case.cuts(case.rings)
     case = Case([(150, 2, 5)])
-    with pytest.raises(ValueError, match="one a layer"):
+    with pytest.raises(ValueError, match="2 others, got 1"):
         case.cuts(case.rings[:1])
     with pytest.raises(ValueError, match="16 bytes apart"):
         flat = torch.zeros(2, 2 * case.sums[0].numel(), device=DEVICE)

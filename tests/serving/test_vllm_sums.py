@@ -20,7 +20,7 @@ from sparsekv.vllm.cutting import Cutter
 from sparsekv.vllm.layout import Layout
 from sparsekv.vllm.plain_cache import PlainBlocks
 from sparsekv.vllm.rows import Tracker, shorten
-from sparsekv.vllm.sums import Adder, apply_sums, provide_sums, readings
+from sparsekv.vllm.sums import Adder, apply_sums, provide_sums
 
 HK, G, D, SIZE = 2, 2, 16, 16
 SCALE = D**-0.5
@@ -129,8 +129,8 @@ class Server:
                 torch.from_numpy(step.query_start).int(), held,
                 torch.from_numpy(step.slots).int(), table, softmax_scale=SCALE,
             )  # fmt: skip
-        parts = readings(rows, step.query_start, held.numpy().astype(np.int64), table, SIZE)
-        adder = Adder(tuple(parts), PlainBlocks(), self.scorer)
+        parts = (rows, step.query_start, held.numpy().astype(np.int64), table, SIZE)
+        adder = Adder(*parts, PlainBlocks(), self.scorer)
         adder.add(query, cache, self.layer.impl)
 
     def _check(self, table, held) -> None:
