@@ -127,7 +127,8 @@ def shown(row: Row) -> str:
     if row.value is None:
         return row.status
     small = row.unit == "ms" and row.value < 0.1
-    value = f"{row.value * 1e3:.1f} µs" if small else f"{row.value:.4g} {row.unit}"
+    number = f"{row.value:.4g}" if row.value < 10000 else f"{row.value:.0f}"
+    value = f"{row.value * 1e3:.1f} µs" if small else f"{number} {row.unit}"
     return value if row.ratio is None else f"{value} ({row.ratio:.2f}×)"
 
 
