@@ -2,11 +2,9 @@
 
     VLLM_CPU_OMP_THREADS_BIND=nobind python experiments/served_needle.py --data DIR --out OUT
 
-Question-aware, as `sparsekv eval --protocol question-aware --feed steps`: the context and the
-question but its last token are read, the sparse layers are cut, and the last token and the answer
-come as decode steps. The last token, " is", is left to the model, which has seen worked questions:
-its token is the one that vLLM samples while the prompt is still held whole. An answer counts if
-greedy decoding says that token and then the magic word, letter for letter.
+Asked as `sparsekv eval served` asks a server: the last token of a question, " is", is left to the
+model, which has seen worked questions, so that all of the magic word comes after the cut. An answer
+counts if greedy decoding says that token and then the word, letter for letter.
 
 3 layers keep everything, the others 128 pinned and 256 recent tokens; chunked: cut after each chunk
 of at most 512 tokens. Writes table.csv, run.json and the answers, answers-MODE.json; modes that
@@ -24,6 +22,7 @@ import shlex
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from outcome import Row, columns, differences, span, write_csv
 
 from sparsekv.bench.machine import describe
 from sparsekv.evaluation.example import Request
+from sparsekv.evaluation.served import asks
 from sparsekv.evaluation.tasks import TASKS
 from sparsekv.models import default_model
 
@@ -55,16 +55,11 @@ def prompts(
     """Context, prompt and wanted token ids of the first `questions` questions of each context."""
     from transformers import AutoTokenizer
 
-    request = Request(AutoTokenizer.from_pretrained(model), data, samples, seed)
+    made = TASKS[task](Request(AutoTokenizer.from_pretrained(model), data, samples, seed))
+    few = [replace(one, questions=one.questions[:questions]) for one in made.examples]
     return [
-        {
-            "task": task,
-            "example": example.id,
-            "prompt": [*example.context, *question.prompt[:-1]],
-            "wanted": [question.prompt[-1], *question.answers[0]],
-        }
-        for example in TASKS[task](request).examples
-        for question in example.questions[:questions]
+        {"task": task, "example": a.example, "prompt": list(a.prompt), "wanted": list(a.wanted)}
+        for a in asks(replace(made, examples=tuple(few)))
     ]
 
 

@@ -114,7 +114,8 @@ def _both(cells: Mapping[Key, Cell], cell: Cell, against: str) -> _Both | None:
     if not common:
         return None
     one, two, base = (c.sums(common) for c in (cell, other, dense))
-    ratio = cell.mean("kv_bytes") / other.mean("kv_bytes")
+    held = other.mean("kv_bytes")  # 0: of a server, which does not tell
+    ratio = cell.mean("kv_bytes") / held if held else float("nan")
     (a, drawn_a), (b, drawn_b) = (score(sums, base, cell.headline) for sums in (one, two))
     return _Both(cell.task, len(one.total), (a, b), drawn_a - drawn_b, ratio)
 

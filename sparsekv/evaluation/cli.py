@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from sparsekv.evaluation.served_cli import served
+
 if TYPE_CHECKING:
     from sparsekv.evaluation.results import Results
     from sparsekv.evaluation.session import Session
@@ -19,6 +21,11 @@ _EXAMPLES = (
     "sparsekv eval --full --policies all --data data --device cuda --out results\n\n"
     "sparsekv eval --tasks needle-1k,icl-1k --budgets 64,0.25 --samples 20 --data data\n\n"
     "sparsekv eval table results-1 results-2 --out results --against snapkv"
+)
+_SERVED = (
+    "Examples:\n\nsparsekv eval served --base-url http://localhost:8000/v1 --out dense\n\n"
+    "sparsekv eval served --base-url http://localhost:8001/v1 --policy layersplit --budget 1024 "
+    "--out sparse\n\nsparsekv eval table dense sparse --out both"
 )
 _HELP = {"help_option_names": ["-h", "--help"]}
 
@@ -78,6 +85,7 @@ def register(
     )  # fmt: skip
     group.command("run", epilog=_EXAMPLES)(user_errors(_runner(parse_budget)))
     group.command("table", epilog=_EXAMPLES)(user_errors(table))
+    group.command("served", epilog=_SERVED)(user_errors(served))
     app.add_typer(group, name="eval")
 
 
@@ -147,7 +155,7 @@ def measure(
         with spinning("checking the policies"):
             session = Session.begin(wish, network, tokenizer, made, name)
         _fill(session, results, tokens)
-    _write([out], out)
+    write_table([out], out)
 
 
 def _fill(session: Session, results: Results, batch_tokens: int) -> None:
@@ -169,10 +177,11 @@ def table(
     ] = None,
 ) -> None:
     """Make one table of several folders, such as shards by policy of one evaluation."""
-    _write(folders, out, against)
+    write_table(folders, out, against)
 
 
-def _write(folders: list[Path], out: Path, against: str | None = None) -> None:
+def write_table(folders: list[Path], out: Path, against: str | None = None) -> None:
+    """Tables and the frontier plot of these folders, into `out`; their paths are printed."""
     from sparsekv.evaluation import against as beside
     from sparsekv.evaluation.cells import merged
     from sparsekv.evaluation.frontier import points

@@ -141,9 +141,11 @@ def _average(cells: Mapping[Key, Cell], group: list[Cell]) -> Line | None:
 
 
 def _costs(cells: list[Cell]) -> dict[str, Any]:
-    """Means over cells of the means over their items."""
+    """Means over cells of the means over their items. Of a server nothing but a time is known."""
     names = ("kept", "kv_bytes", "prefill_ms", "decode_ms")
     found = {name: float(np.mean([cell.mean(name) for cell in cells])) for name in names}
+    if not all(cell.mean("dense_kv_bytes") for cell in cells):
+        return {"decode_ms": found["decode_ms"]}
     ratios = [cell.mean("kv_bytes") / cell.mean("dense_kv_bytes") for cell in cells]
     return found | {"ratio": float(np.mean(ratios))}
 

@@ -93,9 +93,14 @@ def _row(line: Line) -> tuple[str, ...]:
     difference = ""
     if line.difference is not None and line.low is not None and line.high is not None:
         difference = f"{line.difference:+.3f} [{line.low:+.3f}, {line.high:+.3f}]"
-    bytes_held = (line.kv_bytes or 0.0) / _MIB
+    held = None if line.kv_bytes is None else line.kv_bytes / _MIB
     return (
-        line.policy, budget, f"{line.value:.3f}", difference, f"{line.kept:.0f}",
-        f"{bytes_held:.2f}", f"{line.ratio:.3f}", f"{line.prefill_ms:.1f}",
-        f"{line.decode_ms:.1f}", line.note,
+        line.policy, budget, f"{line.value:.3f}", difference, _shown(line.kept, ".0f"),
+        _shown(held, ".2f"), _shown(line.ratio, ".3f"), _shown(line.prefill_ms, ".1f"),
+        _shown(line.decode_ms, ".1f"), line.note,
     )  # fmt: skip
+
+
+def _shown(value: float | None, how: str) -> str:
+    """Empty for what is not known."""
+    return "" if value is None else format(value, how)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from completions_server import Server, serving
 from typer.testing import CliRunner, Result
 
 from sparsekv import cli
 from sparsekv.bench import results
-from sparsekv.bench.serve.http_engine import HttpEngine
 
 LOAD = (
     "--lengths",
@@ -30,65 +28,35 @@ LOAD = (
 )
 
 
-class Server(ThreadingHTTPServer):
+class Streaming:
     """how: "tokens" streams one a piece, "pairs" two a piece, "busy" and "broken" do not answer."""
 
-    daemon_threads = True
-
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.how, self.asked = "tokens", [{}][:0]
+        self.how = "tokens"
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}/v1"
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def log_message(self, *args: Any) -> None:
-        """pytest's output is for pytest."""
-
-    def do_GET(self) -> None:
-        self._start(200)
-        self.wfile.write(json.dumps({"data": [{"id": "first-model"}]}).encode())
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.asked.append(body | {"key": self.headers.get("Authorization")})
-        if self.server.how == "busy":
-            self._start(503)
-            self.wfile.write(b"come\nback later")
+    def __call__(self, body: dict[str, Any], to: Any) -> None:
+        if self.how == "busy":
+            to.start(503)
+            to.wfile.write(b"come\nback later")
             return
-        self._start(200)
-        if self.server.how == "broken":
-            self._send({"error": "engine died"})
+        to.start(200)
+        if self.how == "broken":
+            self._send(to, {"error": "engine died"})
             return
-        piece = 2 if self.server.how == "pairs" else 1
+        piece = 2 if self.how == "pairs" else 1
         for _ in range(0, body["max_tokens"], piece):
-            self._send({"choices": [{"text": " x"}], "usage": None})
-        self._send({"choices": [], "usage": {"completion_tokens": body["max_tokens"]}})
-        self.wfile.write(b"data: [DONE]\n\n")
+            self._send(to, {"choices": [{"text": " x"}], "usage": None})
+        self._send(to, {"choices": [], "usage": {"completion_tokens": body["max_tokens"]}})
+        to.wfile.write(b"data: [DONE]\n\n")
 
-    def _start(self, status: int) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.end_headers()
-
-    def _send(self, piece: dict[str, Any]) -> None:
-        self.wfile.write(b"data: " + json.dumps(piece).encode() + b"\n\n")
+    def _send(self, to: Any, piece: dict[str, Any]) -> None:
+        to.wfile.write(b"data: " + json.dumps(piece).encode() + b"\n\n")
 
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    pytest.importorskip("aiohttp", reason="needs aiohttp, which comes with vLLM")
-    with Server() as one:
-        thread = threading.Thread(target=one.serve_forever)
-        thread.start()
+    with serving(Streaming()) as one:
         yield one
-        one.shutdown()
-        thread.join()
 
 
 def call(server: Server, out: Path, *more: str) -> Result:
@@ -116,7 +84,7 @@ def test_a_server_is_measured(server: Server, tmp_path: Path) -> None:
 
 def test_several_tokens_a_piece(server: Server, tmp_path: Path) -> None:
     """The usage at the end says how many there were."""
-    server.how = "pairs"
+    server.answer.how = "pairs"
     assert call(server, tmp_path, "--model", "m").exit_code == 0
     (row,) = results.read(tmp_path).rows
     assert row.status == "measured" and not row.extra["failures"]
@@ -128,7 +96,7 @@ def test_several_tokens_a_piece(server: Server, tmp_path: Path) -> None:
     [("busy", "HTTP 503: come back later"), ("broken", "the server says engine died")],
 )
 def test_errors_of_a_server(server: Server, tmp_path: Path, how: str, reason: str) -> None:
-    server.how = how
+    server.answer.how = how
     assert call(server, tmp_path).exit_code == 0
     (row,) = results.read(tmp_path).rows
     assert (
@@ -141,14 +109,3 @@ def test_no_server(server: Server, tmp_path: Path) -> None:
     server.server_close()
     result = CliRunner().invoke(cli.APP, ["bench", "serve", "--base-url", gone, *LOAD])
     assert result.exit_code == 2 and "expected a server at http" in result.stderr
-
-
-def test_without_aiohttp(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sparsekv.bench.serve import http_engine
-
-    def missing(name: str) -> Any:
-        raise ImportError(f"No module named {name!r}")
-
-    monkeypatch.setattr(http_engine, "import_module", missing)
-    with pytest.raises(ValueError, match="expected aiohttp for --base-url"):
-        HttpEngine("http://x/v1", None, 100, None)

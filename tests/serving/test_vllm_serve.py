@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,9 +16,12 @@ from engines import environment, model, needs_vllm
 from typer.testing import CliRunner
 
 from sparsekv.cli import APP
+from sparsekv.evaluation.results import read_records
 from sparsekv.vllm.cli import parse_option
 from sparsekv.vllm.refusals import check
 from sparsekv.vllm.settings import Settings
+
+DATA = Path(__file__).parents[3] / "shared/data"
 
 
 def config(**changes: object) -> SimpleNamespace:
@@ -157,7 +161,7 @@ def test_models_that_would_not_obey() -> None:
 
 @needs_vllm
 @pytest.mark.slow
-def test_openai_server() -> None:
+def test_openai_server(tmp_path: Path) -> None:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -178,9 +182,22 @@ def test_openai_server() -> None:
         assert len(several["choices"]) == 2
         stopped = _post(url, {**body, "stop": [" lakes"]})["choices"][0]
         assert stopped["finish_reason"] == "stop" and stopped["text"] == text.split(" lakes")[0]
+        _ask_needles(f"http://127.0.0.1:{port}/v1", tmp_path)
     finally:
         server.terminate()
         server.wait(timeout=60)
+
+
+def _ask_needles(base_url: str, out: Path) -> None:
+    """`sparsekv eval served`, where its texts are: most of 8 needles in 1024 tokens are found."""
+    if not DATA.is_dir():
+        return
+    line = ["eval", "served", "--base-url", base_url, "--model", model(), "--data", str(DATA)]
+    line += ["--tasks", "needle-1k", "--samples", "1", "--policy", "layersplit", "--budget", "384"]
+    done = CliRunner().invoke(APP, [*line, "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    found = [record.em for record in read_records(out)]
+    assert len(found) == 8 and sum(found) >= 5
 
 
 def _post(url: str, body: dict) -> dict:
