@@ -1,7 +1,7 @@
 """One vLLM engine in a process of its own: `python engine_worker.py JOB.json OUT.json`.
 
 JOB: {"kwargs": for vllm.LLM, "prompts": token ids, "new_tokens": int or one a prompt,
-"abort": {request: step}}.
+"abort": {request: step}, "adapter": folder of a LoRA for all prompts, or None}.
 OUT: tokens and log-probabilities of each request, KV bytes in use after every step and how many
 requests had finished and were running then, preemptions, how many tokens of an aborted request were
 cached, how many tokens of each request a step had, and blocks not given back, all from vLLM's own
@@ -32,7 +32,8 @@ def run(job: dict) -> dict:
     for i, prompt in enumerate(job["prompts"]):
         count = new if isinstance(new, int) else new[i]
         params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, logprobs=0)
-        engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
+        more = {"lora_request": _lora(job["adapter"])} if job.get("adapter") else {}
+        engine.add_request(str(i), {"prompt_token_ids": prompt}, params, **more)
     done, used, finished, running, preempted, aborted, step = {}, [], [], [], {}, {}, 0
     while engine.has_unfinished_requests():
         for request, when in job.get("abort", {}).items():
@@ -67,6 +68,12 @@ def run(job: dict) -> dict:
         "leaked_blocks": free - pool.get_num_free_blocks(),
         "left_behind": _left_behind(core.scheduler),
     }
+
+
+def _lora(folder: str):
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest("adapter", 1, folder)
 
 
 def _chunks(scheduler) -> dict[str, list[int]]:

@@ -103,9 +103,10 @@ def run(
     new_tokens: int | list[int],
     settings: dict,
     abort: dict | None = None,
+    adapter: str | None = None,
     **kwargs,
 ) -> dict:
-    """The same for any model and prompts."""
+    """The same for any model and prompts; adapter: folder of a LoRA for all of them."""
     from sparsekv.vllm import llm_kwargs
 
     job = {
@@ -113,6 +114,7 @@ def run(
         "prompts": prompts,
         "new_tokens": new_tokens,
         "abort": abort or {},
+        "adapter": adapter,
     }
     return _run(json.dumps(job))
 
