@@ -40,6 +40,7 @@ class Server:
         impl = SimpleNamespace(ring=self.ring, scale=SCALE, logits_soft_cap=0)
         cutter = Cutter(layout, scorer, [SimpleNamespace(impl=impl, kv_cache=self.cache)])
         self.together = Together(layout, ["layer"], cutter, 4, 8, "cpu") if together else None
+        self.shown = torch.zeros(8, 40, dtype=torch.int32)
 
     def step(self, counts: list[int], prompts: list[int]) -> None:
         rows = [i for i, c in enumerate(counts) if c]
@@ -59,11 +60,14 @@ class Server:
         query = torch.randn(int(start[-1]), HK * G, D, generator=self.gen)
         store_queries(query, self.ring, step)
         self._write(rows, before, counts, start, new, query)
-        self._check(rows, *shorten(step, self.layout, common))
+        if self.together is None:
+            self._check(rows, *shorten(step, self.layout, common))
+        else:
+            self._check(rows, self.shown, self.together.lengths)
 
     def _begin(self, common):
         if self.together is not None:
-            assert self.together.enter(common, ["layer"], True)
+            assert self.together.enter(common, ["layer"], self.shown, True)
             return self.together.step
         step = self.tracker.step(common)
         for cut in cuts(step, self.layout, common.block_table_tensor, self.scorer.rows):
