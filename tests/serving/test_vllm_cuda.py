@@ -3,10 +3,15 @@ independent evictor says in fp32, as far as bf16 can."""
 
 from __future__ import annotations
 
+import random
+from pathlib import Path
+
 import pytest
 import torch
-from engines import generate, needs_vllm
-from test_vllm_exact import CASES, LENGTHS, NEW, expected
+from block_evictor import BlockEvictor, greedy
+from engines import BLOCK, generate, needs_vllm, run
+from test_vllm_exact import CASES, LENGTHS, NEW, RANKS, expected
+from tiny import save_tiny_model
 
 # Between log-probabilities of the same token in bf16 and fp32: of any, and on average.
 CLOSE, MEAN = 0.5, 0.06
@@ -57,3 +62,28 @@ def test_twice_the_same(policy: str) -> None:
     settings = {"policy": policy, **CASES[policy][0]}
     again = generate(LENGTHS, NEW, settings, {"none": -1}, **SETTINGS, enforce_eager=False)
     assert again["answers"] == once
+
+
+# SmolLM2 has 9 query heads, which two ranks cannot share.
+EVEN = {
+    "num_hidden_layers": 6, "hidden_size": 512, "intermediate_size": 512, "head_dim": 64,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 4096,
+    "initializer_range": 0.06,
+}  # fmt: skip
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("policy", ["layersplit", "h2o"])
+def test_two_ranks(policy: str, tmp_path: Path) -> None:
+    """Four query heads and two KV heads a rank, which cuts its own; all blocks are given back."""
+    folder = str(save_tiny_model(tmp_path, **EVEN))
+    asked = [random.Random(n).choices(range(250), k=n) for n in RANKS]
+    settings = {"policy": policy, **CASES[policy][0]}
+    got = run(folder, asked, NEW, settings, **SETTINGS, enforce_eager=False, tensor_parallel_size=2)
+    assert got["leaked_blocks"] == 0 and got["left_behind"] == 0
+    for row, prompt in enumerate(asked):
+        wanted = greedy(folder, prompt, NEW, BlockEvictor(3, BLOCK, 128, 256, **CASES[policy][1]))
+        answer = got["answers"][str(row)]
+        first, most, mean = apart((answer["tokens"], answer["logprobs"]), wanted)
+        print(f"{policy}, two ranks, row {row}: {first} of {NEW}, {most:.3f}, mean {mean:.3f}")
+        assert most < CLOSE and mean < MEAN
