@@ -27,16 +27,6 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ours": ({}, {}),
     "ours_chunked": ({}, {"prefill_chunk_size": _CHUNK}),
 }
-# What the longest prompt is run as, and in one go: the activations of all its tokens at once.
-LONGEST_VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "ours": ({}, {"prefill_chunk_size": _CHUNK}),
-    "ours_one_shot": ({}, {}),
-}
-# What a batch of long prompts is best run as, and in one go.
-BATCH_VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "ours": ({}, {"prefill_chunk_size": _BATCH_CHUNK}),
-    "ours_one_shot": ({}, {}),
-}
 
 
 def memory_cases(tiny: bool) -> list[Case]:
@@ -51,6 +41,12 @@ def memory_cases(tiny: bool) -> list[Case]:
 def longest_cases(tiny: bool) -> list[Case]:
     """The longest prompt; long runs, so it comes last."""
     return [_longest(tiny)]
+
+
+def _in_chunks(columns: int) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """Ours in chunks, which is what long prompts are best run as, and in one go: then the
+    activations of all tokens are there at once."""
+    return {"ours": ({}, {"prefill_chunk_size": columns}), "ours_one_shot": ({}, {})}
 
 
 def _contenders(
@@ -101,7 +97,7 @@ def _after_prefill(tiny: bool, rows: int, tokens: int) -> Case:
         {"B": rows, "S": tokens, "budget": _TINY_BUDGET if tiny else _BUDGET},
         lambda context: prompt(context, rows, tokens),
         _kv_after_prefill,
-        BATCH_VARIANTS,
+        _in_chunks(_BATCH_CHUNK),
         without=("hf_dynamic_chunked",),  # long, and the lengths below have it
         unit="MiB",
         target=target(
@@ -177,7 +173,7 @@ def _longest(tiny: bool) -> Case:
         {"B": 1, "budget": _TINY_BUDGET if tiny else _BUDGET},
         lambda context: None,
         _longest_prompt,
-        LONGEST_VARIANTS,
+        _in_chunks(_CHUNK),
         unit="tokens",
         better="high",
         target=target("≥ 4× HF dense", "ratio.hf_dynamic >= 4"),

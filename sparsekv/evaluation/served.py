@@ -19,9 +19,10 @@ from typing import Any
 from sparsekv.completions import Server
 from sparsekv.evaluation.example import Task
 from sparsekv.evaluation.records import Key, Protocol, Record
+from sparsekv.evaluation.settings import Feed
 
 PROTOCOL: Protocol = "question-aware"
-FEED = "steps"
+FEED: Feed = "steps"
 
 
 @dataclass(frozen=True)

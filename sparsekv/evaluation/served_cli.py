@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from sparsekv.completions import Server
     from sparsekv.evaluation.example import Task
     from sparsekv.evaluation.results import Results
     from sparsekv.evaluation.served import Served
+    from sparsekv.evaluation.wish import Wish
 
 BaseUrl = Annotated[str, typer.Option(help="Of an OpenAI-compatible server: …/v1.")]
 Policy = Annotated[
@@ -59,59 +61,48 @@ def served(
     from sparsekv.completions import Server
     from sparsekv.evaluation.cli import write_table
     from sparsekv.evaluation.results import Results
-    from sparsekv.evaluation.served import Served
+    from sparsekv.evaluation.served import FEED, PROTOCOL, Served
+    from sparsekv.evaluation.wish import check_wish
     from sparsekv.policies import Full
 
-    for name, value in (("--samples", samples), ("--concurrency", concurrency)):
-        if value < 1:
-            raise ValueError(f"expected {name} >= 1, got {value}")
+    if concurrency < 1:
+        raise ValueError(f"expected --concurrency >= 1, got {concurrency}")
     if (budget is None) != (policy == Full.name):
         raise ValueError(f"expected --budget with any --policy but full, got {policy} {budget}")
-    about = Served(policy, budget, model or models.PACKAGE, seed)
-    made = _made(model, tasks, data, samples, seed)
+    wish = check_wish(
+        Full.name, None, tasks, PROTOCOL, int, mode="full", samples=samples, seed=seed, data=data,
+        gates=None, plan=None, feed=FEED,
+    )  # fmt: skip
     server = Server(base_url, served_model, api_key)
-    with Results(out, _config(made, about, data, base_url, commit), resume=resume) as results:
+    about = Served(policy, budget, model or models.PACKAGE, seed)
+    made, config = _prepared(wish, model, about, base_url, commit)
+    with Results(out, config, resume=resume) as results:
         asyncio.run(_fill(server, made, about, results, concurrency))
     write_table([out], out)
 
 
-def _made(model: str | None, tasks: str, data: Path | None, samples: int, seed: int) -> list[Task]:
-    """The tasks. ValueError for one that a server cannot be asked."""
+def _prepared(
+    wish: Wish, model: str | None, about: Served, base_url: str, commit: str | None
+) -> tuple[list[Task], dict[str, Any]]:
+    """The tasks, and what `Results` is opened with. ValueError for what no server can be asked."""
+    import torch
     from transformers import AutoTokenizer
 
     from sparsekv import models
-    from sparsekv.evaluation.example import Request
-    from sparsekv.evaluation.lookup import find_builder
+    from sparsekv.bench.machine import describe
     from sparsekv.evaluation.served import check_task
+    from sparsekv.evaluation.session import build_tasks, config_of
 
-    tokenizer = AutoTokenizer.from_pretrained(model or str(models.default_model()))
-    request = Request(tokenizer, data, samples, seed)
-    made = [find_builder(name.strip())(request) for name in tasks.split(",")]
+    made = build_tasks(wish, AutoTokenizer.from_pretrained(model or str(models.default_model())))
     for task in made:
         check_task(task)
-    return made
-
-
-def _config(
-    made: list[Task], about: Served, data: Path | None, base_url: str, commit: str | None
-) -> dict[str, Any]:
-    import torch
-
-    from sparsekv.bench.machine import describe
-    from sparsekv.evaluation.served import FEED
-    from sparsekv.evaluation.session import fingerprint
-
     facts = describe(torch.device("cpu"), commit)
-    noted = {name: facts[name] for name in ("command", "commit", "date")}
-    return {
-        "model": about.model, "seed": about.seed, "feed": FEED, "data": fingerprint(data),
-        "samples": {task.name: len(task.examples) for task in made},
-        "history": [noted | {"device": f"the server at {base_url}"}],
-    }  # fmt: skip
+    facts |= {"device": f"the server at {base_url}", "batch_tokens": None}
+    return made, config_of(wish, made, {"model": about.model}, facts)
 
 
 async def _fill(
-    server: Any, made: list[Task], about: Served, results: Results, concurrency: int
+    server: Server, made: list[Task], about: Served, results: Results, concurrency: int
 ) -> None:
     from sparsekv.evaluation.served import answered, asks
     from sparsekv.progress import counting
