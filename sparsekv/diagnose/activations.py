@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from sparsekv.hf.check import evaluating
 from sparsekv.hf.layers import decoder_modules
 
 _TOP = 3
@@ -84,12 +85,11 @@ def massive(
         raise ValueError(f"expected thresholds >= 0, got {magnitude} and {ratio}")
     collected = _Collected(magnitude, ratio, layer)
     handles = [m.register_forward_hook(collected.hook(i)) for i, m in enumerate(modules)]
-    training = model.training
     try:
-        base: Any = model.eval().base_model
-        base(input_ids=ids.to(model.device), use_cache=False)
+        with evaluating(model):
+            base: Any = model.base_model
+            base(input_ids=ids.to(model.device), use_cache=False)
     finally:
-        model.train(training)
         for handle in handles:
             handle.remove()
     return collected.result()

@@ -8,6 +8,7 @@ and masks all depend on that.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from transformers.cache_utils import CacheLayerMixin
 from sparsekv.attention import attend, rollback
 from sparsekv.headwise import Scores
 from sparsekv.hf.attention import KEY_MARK, OWN_CACHE
+from sparsekv.hf.gradients import needs_gradients, refuse_backward
 from sparsekv.parts import ModelParts
 from sparsekv.plan import LayerSpec
 from sparsekv.policies.base import Policy
@@ -43,14 +45,26 @@ class PassingLayer(CacheLayerMixin):
         return -1
 
 
+class UnreadError(ValueError):
+    """The attention function of a layer did not come for the K and V that the cache returned."""
+
+
+@dataclass
+class _Handover:
+    """Between the layers of a cache. unread: the one that has returned K and V last, if its
+    attention has not come yet."""
+
+    unread: int | None = None
+
+
 class SparseLayer(PassingLayer):
     """One layer of a `SparseCache`; the state has the tensors."""
 
     is_croppable = True
 
-    def __init__(self, state: SparseState, layer: int) -> None:
+    def __init__(self, state: SparseState, layer: int, handover: _Handover | None = None) -> None:
         super().__init__()
-        self.state, self.layer = state, layer
+        self.state, self.layer, self.handover = state, layer, handover or _Handover()
         self.told_window: int | None = None  # what the model itself said last, for `self_test`
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -60,7 +74,18 @@ class SparseLayer(PassingLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Mark the key so that the attention function finds this layer, and return both."""
+        """Mark the key so that the attention function finds this layer, and return both.
+
+        Raises:
+            UnreadError: what a layer before it returned was attended by another function.
+        """
+        if self.handover.unread is not None:
+            raise UnreadError(
+                "expected attention by sparsekv, got another function, which does not know what is "
+                "cached: a SparseCache works with a patched model, and after "
+                "model.set_attn_implementation it has to be patched again"
+            )
+        self.handover.unread = self.layer
         self.is_initialized = True
         self.batch_size = key_states.shape[0]
         setattr(key_states, KEY_MARK, self)
@@ -76,11 +101,16 @@ class SparseLayer(PassingLayer):
         window: int | None,
     ) -> Tensor:
         """See `sparsekv.attention.attend`; `window` is what the model says, checked."""
+        self.handover.unread = None
         expected = self.state.layers[self.layer].window
         if window is not None and window != expected:
             raise ValueError(f"expected a sliding window of {expected}, got {window}")
         self.told_window = window
-        return attend(self.state, self.layer, q, k, v, mask, scores)
+        if not needs_gradients(q, k, v):
+            return attend(self.state, self.layer, q, k, v, mask, scores)
+        with torch.no_grad():
+            out = attend(self.state, self.layer, q, k, v, mask, scores)
+        return refuse_backward(out, q)
 
     def get_seq_length(self) -> int:
         """Columns seen, padding included."""
@@ -119,7 +149,25 @@ class SparseCache(Cache):
             policy, budget, layers, page_size=page_size, sink_shift=sink_shift,
             kv_dtype=kv_dtype, defer_eviction=defer_eviction, parts=parts,
         )  # fmt: skip
-        super().__init__(layers=[SparseLayer(self.state, i) for i in range(len(layers))])
+        self.handover = _Handover()
+        super().__init__(
+            layers=[SparseLayer(self.state, i, self.handover) for i in range(len(layers))]
+        )
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """As every cache.
+
+        Raises:
+            ValueError: a layer that the model of this cache does not have.
+        """
+        if layer_idx >= len(self.layers):
+            raise ValueError(
+                f"expected a cache of this model, made by sparsekv.new_cache, got one of "
+                f"{len(self.layers)} layers for layer {layer_idx}"
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def report(self) -> CacheReport:
         """Tokens seen and kept, bytes that exist, pages. Printable; `.to_dict()` for JSON."""
@@ -138,6 +186,7 @@ class SparseCache(Cache):
 
     def reset(self) -> None:
         """Forget everything and give the memory back."""
+        self.handover.unread = None
         self.state.reset()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -5,11 +5,15 @@ A model is refused with the reason; nothing is left to run dense, masked or unco
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
+from sparsekv.hf.cache import UnreadError
 from sparsekv.hf.compat import cache_key, tp_size
 from sparsekv.plan import LayerSpec
 from sparsekv.rope import Rotary
@@ -88,6 +92,18 @@ def _layer_devices(model: PreTrainedModel) -> list[torch.device]:
     return devices
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """In eval mode; then each module is again as it was, which need not be as the model was."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
 @torch.no_grad()
 def self_test(model: PreTrainedModel, cache: Any) -> None:
     """Run eight equal tokens through a patched model and see what its attention did.
@@ -96,14 +112,12 @@ def self_test(model: PreTrainedModel, cache: Any) -> None:
         ValueError: a layer whose attention did not get the K and V that the cache returned, a
             window that only the config knows, or the reason why an attention cannot run.
     """
-    training, name = model.training, type(model).__name__
+    name = type(model).__name__
     ids = torch.ones(1, _TEST_TOKENS, dtype=torch.long, device=model.device)
-    model.eval()
-    try:
+    # A layer that is bypassed is found below, whether or not another one notices.
+    with evaluating(model), suppress(UnreadError):
         forward = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": True}
         model(**forward, **{cache_key(model): cache})
-    finally:
-        model.train(training)
     bypassed = [i for i, seen in enumerate(cache.state.seen) if seen != _TEST_TOKENS]
     if bypassed:
         raise ValueError(

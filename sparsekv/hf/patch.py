@@ -1,16 +1,16 @@
 """`patch`, `unpatch`, `new_cache`: put a policy under a model's `generate`, and take it away again.
 
-The model's code is not touched. Its config names the attention function, and three bound methods
-on the instance hand `generate` a `SparseCache` and its decode step. What `unpatch` needs is kept
-beside them.
+The model's code is not touched. Its config names the attention function, and functions on the
+instance, in place of methods, hand `generate` a `SparseCache` and its decode step. What `unpatch`
+needs is kept beside them.
 """
 
 from __future__ import annotations
 
-import types
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 from transformers import PreTrainedModel
@@ -56,6 +56,11 @@ class Patch:
     compiles_prompts: bool
     defer_eviction: bool
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A model that is loaded whole is patched in the process that loads it, too."""
+        register()
+        self.__dict__.update(state)
+
 
 def patch(
     model: Model,
@@ -97,7 +102,7 @@ def patch(
     previous = model.__dict__.get(_RECORD)
     _check_compile(model, chosen, compile, previous)
     shift = _sink_shift(model, chosen)
-    before = previous.attn_implementation if previous else model.config._attn_implementation
+    before = previous.attn_implementation if previous else _own_attention(model)
     register()
     model.set_attn_implementation(NAME)
     compiled = previous.compiled if previous else None  # its code serves every policy
@@ -107,7 +112,8 @@ def patch(
     )  # fmt: skip
     _install(model, record)
     for name, method in _METHODS.items():
-        model.__dict__.setdefault(name, types.MethodType(method, model))
+        # A bound method would be pickled by its name, and loaded as the method it stands in for.
+        model.__dict__.setdefault(name, partial(method, model))
     try:
         _prove(model)
     except Exception:
@@ -117,6 +123,17 @@ def patch(
             _install(model, previous)
         raise
     return model
+
+
+def _own_attention(model: PreTrainedModel) -> str:
+    """The attention function of a model that is not patched."""
+    name: str = model.config._attn_implementation
+    if name == NAME:
+        raise ValueError(
+            "expected a model with a config of its own, got one that shares the config of a "
+            "patched model: build it from copy.deepcopy(config)"
+        )
+    return name
 
 
 def _check_policy(model: PreTrainedModel, policy: Policy, defer_eviction: bool) -> None:
@@ -254,6 +271,11 @@ def _prepare_cache(
     self: PreTrainedModel, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any
 ) -> Any:
     """Stand in for `_prepare_cache_for_generation`: put a `SparseCache` where none was given."""
+    if self.config._attn_implementation != NAME:
+        raise ValueError(
+            f"expected the attention function that sparsekv.patch has set, got "
+            f"{self.config._attn_implementation!r}: patch the model again, or unpatch it"
+        )
     name = cache_key(self)
     wanted = generation_config.use_cache is not False
     if (
@@ -324,7 +346,7 @@ def _compiled_call(self: PreTrainedModel, compile_config: Any) -> GraphedDecode:
     return GraphedDecode(self, compile_config, patch_of(self).compiled)
 
 
-# What `patch` binds to the instance.
+# What `patch` puts on the instance.
 _METHODS: dict[str, Callable[..., Any]] = {
     _HOOK: _prepare_cache,
     _MAY_COMPILE: _may_compile,

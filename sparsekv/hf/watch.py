@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from sparsekv.device import device_of
 from sparsekv.headwise import Scores
 from sparsekv.hf.cache import SparseCache, SparseLayer
-from sparsekv.hf.check import layer_specs
+from sparsekv.hf.check import evaluating, layer_specs
 from sparsekv.hf.compat import cache_key, tp_size
 from sparsekv.hf.patch import is_patched, patch, unpatch
 from sparsekv.kernels.prefill import prefill_attention
@@ -72,15 +72,14 @@ def watch(model: PreTrainedModel, ids: Tensor, see: Callable[[Attended], None]) 
         raise ValueError(f"expected ids of one text [1, T], got {list(ids.shape)}")
     if tp_size(model) > 1:
         raise ValueError(f"expected an unsharded model, got one on {tp_size(model)} ranks")
-    fresh, training = not is_patched(model), model.training
+    fresh = not is_patched(model)
     if fresh:
         patch(model, "full")
     try:
-        model.eval()
-        cache = {cache_key(model): _WatchedCache(model, see)}
-        model(input_ids=ids.to(model.device), use_cache=True, logits_to_keep=1, **cache)
+        with evaluating(model):
+            cache = {cache_key(model): _WatchedCache(model, see)}
+            model(input_ids=ids.to(model.device), use_cache=True, logits_to_keep=1, **cache)
     finally:
-        model.train(training)
         if fresh:
             unpatch(model)
 

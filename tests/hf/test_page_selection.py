@@ -215,8 +215,8 @@ def test_the_report_says_that_nothing_is_freed(model):
     report = greedy(model, prompt(100)).cache.report()
     assert "quest frees no memory" in str(report) and "frees no memory" in report.to_dict()["note"]
     assert report.kept.min == report.kept.max == 111  # the last new token is not fed
-    store = sparsekv.new_cache(sparsekv.patch(tiny_llama(), "full"))
-    full = Loop(tiny_llama(), store)
+    full = Loop(sparsekv.patch(tiny_llama(), "full"))
     full.feed(prompt(100))
+    store = full.cache
     assert report.kv_bytes >= report.dense_bytes and store.report().note is None
     assert report.metadata_bytes > store.report().metadata_bytes
