@@ -14,9 +14,13 @@ from sparsekv.vllm.settings import DENSE_PREFILL, FULL, KEY, Settings
 from sparsekv.vllm.tiers import tier_of
 
 BLOCK_SIZE = 32
-# A model file of vLLM that says these builds each layer as `layer_types` tells it; those that build
-# on LlamaAttention do, too.
+# vLLM's model files in which `layer_types` says what window a layer has, and nothing else: in
+# others it also decides, say, which layers have rotary embeddings.
+_FILES = ("apertus", "granite", "llama", "mistral", "telechat2")
+# Whether a version's file reads it; those that build on LlamaAttention do.
 _PER_LAYER = ("layer_types", "per_layer_sliding_window")
+# vLLM takes windows of these to have sinks of their own, unless told.
+_SINKS = {"GraniteForCausalLM": {"attention_sinks": False}}
 
 
 def llm_kwargs(
@@ -47,7 +51,7 @@ def llm_kwargs(
     windows = {"layer_types": layers, "sliding_window": layout.recent}
     return {
         "model": model,
-        "hf_overrides": {**windows, **_own_model(config)},
+        "hf_overrides": {**windows, **_of_architecture(config)},
         "additional_config": {KEY: entry},
         "enable_prefix_caching": False,
         "block_size": block_size,
@@ -92,10 +96,13 @@ def sparse_layers(config: Any, settings: Settings) -> list[str]:
     )
 
 
-def _own_model(config: Any) -> dict[str, list[str]]:
-    """The override that asks for a model of ours, if there is one for the model's architecture."""
-    names = [MODELS[n] for n in getattr(config, "architectures", None) or () if n in MODELS]
-    return {"architectures": names} if names else {}
+def _of_architecture(config: Any) -> dict[str, Any]:
+    """Overrides that the model's architecture needs: a model of ours in its place, or what vLLM
+    must be told about its layers."""
+    names = getattr(config, "architectures", None) or ()
+    ours = [MODELS[name] for name in names if name in MODELS]
+    told = {key: value for name in names for key, value in _SINKS.get(name, {}).items()}
+    return told | ({"architectures": ours} if ours else {})
 
 
 def _check_architecture(architectures: Sequence[str]) -> None:
@@ -106,16 +113,19 @@ def _check_architecture(architectures: Sequence[str]) -> None:
         if name in MODELS:
             return
         entry = ModelRegistry.models.get(name)
-        module = getattr(entry, "module_name", None)
-        spec = importlib.util.find_spec(module) if module else None
+        module = getattr(entry, "module_name", None) or ""
+        if not name.endswith("ForCausalLM") or module.rpartition(".")[2] not in _FILES:
+            continue
+        spec = importlib.util.find_spec(module)
         if spec is None or spec.origin is None:
             continue
         source = Path(spec.origin).read_text(encoding="utf-8")
         if all(word in source for word in _PER_LAYER) or "LlamaAttention" in source:
             return
     raise ValueError(
-        f"expected a model whose layers take per_layer_sliding_window from layer_types in vLLM, "
-        f"got {', '.join(architectures) or 'no architecture'}"
+        "expected a model whose layers take nothing but their window from layer_types in vLLM, one "
+        f"of {', '.join([*_FILES, 'qwen2', 'qwen3'])}, got "
+        f"{', '.join(architectures) or 'no architecture'}"
     )
 
 

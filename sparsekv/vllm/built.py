@@ -30,8 +30,10 @@ class Built:
         settings = parse(config.additional_config)
         if settings is not None:
             check(config, settings)
+            _check_layers(config.model_config.hf_text_config, settings)
         cls.settings, cls.block_size = settings, config.cache_config.block_size
-        cls.chunk = _chunk(config.scheduler_config)
+        # All of a step: a single request may have it, whatever long_prefill_token_threshold says.
+        cls.chunk = config.scheduler_config.max_num_batched_tokens
         return settings
 
     @classmethod
@@ -47,10 +49,16 @@ class Built:
         return PinnedWindowSpec.of(spec, cls.settings, cls.block_size, tier or 0, chunk)
 
 
-def _chunk(scheduler: Any) -> int:
-    """Tokens of a prompt that vLLM reads in a step, at most."""
-    own, all_requests = scheduler.long_prefill_token_threshold, scheduler.max_num_batched_tokens
-    return min(own, all_requests) if own > 0 else all_requests
+def _check_layers(config: Any, settings: Settings) -> None:
+    """ValueError unless the model was told which of its layers are sparse, as `llm_kwargs` does."""
+    told = list(getattr(config, "layer_types", None) or ())
+    sparse = config.num_hidden_layers - settings.full_layers
+    if told != ["full_attention"] * settings.full_layers + ["sliding_attention"] * sparse:
+        raise ValueError(
+            f"expected hf_overrides with the layer_types of llm_kwargs, {settings.full_layers} "
+            f"full and {sparse} sparse layers, got {sorted(set(told)) or 'none'}: other overrides "
+            "belong beside them, not in their place"
+        )
 
 
 def know_tier(impl: Any, backend: type, config: Any) -> None:

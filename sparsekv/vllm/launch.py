@@ -29,16 +29,52 @@ _OPTIONS = {
 
 
 def command(kwargs: Mapping[str, Any], extra: list[str]) -> list[str]:
-    """The server's command line for `llm_kwargs`; extra: options that go to it as they are."""
+    """The server's command line for `llm_kwargs`; extra: options that go to it as they are, but
+    that JSON beside ours becomes one with it.
+
+    Raises:
+        ValueError: options of ours set otherwise.
+    """
     line = [sys.executable, "-m", SERVER, "--model", str(kwargs["model"])]
     for name, option in _OPTIONS.items():
         value = kwargs.get(name)
         if value is None:
             continue
-        line.append(option)
-        if value is not False:
-            line.append(json.dumps(value) if isinstance(value, Mapping) else str(value))
+        if isinstance(value, Mapping):
+            given, extra = _taken(option, extra)
+            value = json.dumps(_merged(option, value, given))
+        line += [option] if value is False else [option, str(value)]
     return [*line, *extra]
+
+
+def _taken(option: str, extra: list[str]) -> tuple[list[str], list[str]]:
+    """(values of a JSON option in `extra`, the rest of it)."""
+    names, values, rest = {option, "--" + option[2:].replace("-", "_")}, [], []
+    words = iter(extra)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name.partition(".")[0] not in names:
+            rest.append(word)
+        elif "." in name:
+            raise ValueError(f"expected {option} as one JSON object, got {word}")
+        else:
+            values.append(value if equals else next(words, ""))
+    return values, rest
+
+
+def _merged(option: str, ours: Mapping[str, Any], given: Sequence[str]) -> dict[str, Any]:
+    merged = dict(ours)
+    for text in given:
+        try:
+            more = json.loads(text)
+        except ValueError:
+            more = None
+        if not isinstance(more, dict):
+            raise ValueError(f"expected {option} to be a JSON object, got {text!r}")
+        if both := sorted(key for key in more if key in ours and more[key] != ours[key]):
+            raise ValueError(f"expected {option} without {', '.join(both)}, which sparsekv sets")
+        merged |= more
+    return merged
 
 
 def plan(kwargs: Mapping[str, Any]) -> str:

@@ -113,6 +113,25 @@ def test_plan_and_command() -> None:
 
 
 @needs_vllm
+def test_options_of_a_user_join_ours() -> None:
+    """vLLM takes the last of two options: layers would be dense, or plain windows."""
+    line = ["serve", model(), "--policy", "streaming", "--budget", "384", "--dry-run"]
+    theirs = ["--hf-overrides", '{"rope_theta": 20000.0}', '--additional_config={"x": 1}']
+    done = CliRunner().invoke(APP, [*line, *theirs, "--port", "8123"])
+    assert done.exit_code == 0, done.output
+    assert done.output.count("--hf-overrides") == done.output.count("--additional") == 1
+    for part in ('"rope_theta": 20000.0}', '"layer_types": [', '"x": 1}', '{"sparsekv": {'):
+        assert part in done.output
+    for wrong, said in (
+        (["--hf-overrides", '{"sliding_window": 64}'], "--hf-overrides without sliding_window"),
+        (["--hf-overrides.rope_theta", "2"], "--hf-overrides as one JSON object"),
+        (["--hf-overrides", "rope"], "--hf-overrides to be a JSON object"),
+    ):
+        done = CliRunner().invoke(APP, [*line, *wrong])
+        assert done.exit_code == 2 and said in done.output, done.output
+
+
+@needs_vllm
 def test_plan_of_tiers() -> None:
     from sparsekv.vllm import llm_kwargs
     from sparsekv.vllm.launch import plan
@@ -152,8 +171,11 @@ def test_models_that_would_not_obey() -> None:
     fine = LlamaConfig(num_hidden_layers=6, architectures=["LlamaForCausalLM"])
     assert sparse_layers(fine, settings).count("sliding_attention") == 3
     experts = Qwen3MoeConfig(num_hidden_layers=6, architectures=["Qwen3MoeForCausalLM"])
-    with pytest.raises(ValueError, match="per_layer_sliding_window"):
-        sparse_layers(experts, settings)
+    # The others read `layer_types`, but not for windows alone; the last is no decoder.
+    others = ("Exaone4ForCausalLM", "CohereForCausalLM", "AfmoeForCausalLM", "LlamaModel")
+    for config in (experts, *(LlamaConfig(architectures=[name]) for name in others)):
+        with pytest.raises(ValueError, match="nothing but their window from layer_types"):
+            sparse_layers(config, settings)
     fine.sliding_window = 64
     with pytest.raises(ValueError, match="full-attention layers"):
         sparse_layers(fine, settings)
