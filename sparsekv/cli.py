@@ -203,8 +203,14 @@ def _check_before_work(max_new_tokens: int, json_file: Path | None, kv_dtype: st
     check_kv_dtype(kv_dtype)
     if max_new_tokens < 1:
         raise ValueError(f"expected --max-new-tokens >= 1, got {max_new_tokens}")
-    if json_file is not None and not json_file.parent.is_dir():
-        raise ValueError(f"expected --json in a folder that exists, got {str(json_file)!r}")
+    if json_file is not None:
+        _check_folder("--json", json_file)
+
+
+def _check_folder(option: str, file: Path) -> None:
+    """Refuse a file that could not be written at the end."""
+    if not file.parent.is_dir():
+        raise ValueError(f"expected {option} in a folder that exists, got {str(file)!r}")
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:
@@ -270,8 +276,7 @@ def show_kept_command(
     chosen, size = read_policy(policy, gates, plan), parse_budget(budget)
     text = demo_prompt() if prompt is None else _read_prompt(None, prompt)
     pyplot("the picture")  # before the model is loaded
-    if not out.parent.is_dir():
-        raise ValueError(f"expected --out in a folder that exists, got {str(out)!r}")
+    _check_folder("--out", out)
     with spinning("loading the model"):
         network, tokenizer = models.load(model, device, dtype)
     ids = encode(tokenizer, text, chat=False)
@@ -290,6 +295,7 @@ def gates(
     dtype: Dtype = "auto",
 ) -> None:
     """Measure on texts which heads the policy duo may let stream, for --policy duo --gates."""
+    _check_folder("--out", out)
     read = [_read_prompt(None, file) for file in texts or ()] or [demo_prompt()]
     with spinning("loading the model"):
         network, tokenizer = models.load(model, device, dtype)

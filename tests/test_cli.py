@@ -106,6 +106,8 @@ def test_missing_files_are_one_line(tmp_path: Path) -> None:
     assert_one_line(result, "expected a UTF-8 text file")
     result = call("generate", "--prompt", "x", "--json", tmp_path / "no" / "run.json")
     assert_one_line(result, "expected --json in a folder that exists")
+    result = call("gates", "--model", tmp_path, "--out", tmp_path / "no" / "gates.json")
+    assert_one_line(result, "expected --out in a folder that exists")
     result = call("generate", "--prompt", "x", "--model", tmp_path)
     assert_one_line(result, "expected a readable causal language model")
     assert_one_line(call("generate"), "expected --prompt or --prompt-file, got neither")

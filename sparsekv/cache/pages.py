@@ -9,6 +9,8 @@ Ownership is kept on the host; nothing here waits for the device.
 
 from __future__ import annotations
 
+from numbers import Integral
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -17,6 +19,12 @@ from sparsekv.kernels._quant import dequantise, kv_format, quantise, raw, stored
 
 # Growing adds at least this fraction of the pool, so that copies stay rare and waste stays small.
 _GROWTH = 1 / 32
+
+
+def check_page_size(page_size: int) -> None:
+    """Raise ValueError unless pages can have so many slots."""
+    if not isinstance(page_size, Integral) or page_size not in (16, 32, 64):
+        raise ValueError(f"expected page_size to be 16, 32 or 64, got {page_size!r}")
 
 
 class PagePool:
@@ -44,8 +52,7 @@ class PagePool:
         kv_dtype: str | None = None,
         bounds: bool = False,
     ) -> None:
-        if page_size not in (16, 32, 64):
-            raise ValueError(f"expected page_size to be 16, 32 or 64, got {page_size}")
+        check_page_size(page_size)
         self.device, self.dtype = device, dtype
         self.head_dim, self.page_size = head_dim, page_size
         self.form = form = None if kv_dtype is None else kv_format(kv_dtype, head_dim, device)

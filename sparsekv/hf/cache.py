@@ -174,12 +174,21 @@ class SparseCache(Cache):
         return make_report(self.state)
 
     def kept_positions(self, layer: int, row: int = 0, head: int = 0) -> list[int]:
-        """Original token columns (padding counted) still cached, ascending."""
+        """Original token columns (padding counted) still cached, ascending.
+
+        Raises:
+            ValueError: a layer, row or KV head that the cache does not have.
+        """
         if not 0 <= layer < len(self.layers):
             raise ValueError(f"expected a layer in 0 .. {len(self.layers) - 1}, got {layer}")
         if not self.state.tokens.size:
             return []
         store, local = self.state.store(layer)
+        rows, heads = store.lens[local].shape
+        for name, value, number in (("row", row, rows), ("head", head, heads)):
+            if not 0 <= value < number:
+                limit = ">= 0" if value < 0 else f"below {number}"
+                raise ValueError(f"expected {name} {limit}, got {value}")
         count = int(store.lens[local, row, head])
         positions = store.view(local, "positions")[row, head, :count]
         return sorted(self.state.columns(row, positions.cpu().numpy()).tolist())

@@ -33,12 +33,29 @@ from sparsekv.hf.compat import cache_key
 from sparsekv.hf.parts import model_parts
 from sparsekv.hf.patch import is_patched, new_cache, patch
 from sparsekv.policies import KVzip, Policy, get_policy
+from sparsekv.policies.base import positive
 from sparsekv.report import CacheReport
 
 _MARK = "<<the question>>"
 _PLAIN = ("\n\nQuestion: ", "\nAnswer:")
 _VERSION = 1
+_SAVED = {"version", "model", "cache", "ids", "around"}
 _PROOF_ROWS = 64  # of the embedding matrix, to tell one model from another
+# Options of `generate` that are no business of who asks, and why.
+_OWN = (
+    "inputs", "input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache",
+    "past_key_values", "use_cache", "cache_implementation", "return_dict_in_generate",
+)  # fmt: skip
+_NOT_TAKEN = dict.fromkeys(_OWN, "which is set here") | {
+    "generation_config": "whose fields are options of their own",
+    "num_return_sequences": "as each question has one answer",
+    "token_healing": "which would read the text again",
+    **dict.fromkeys(
+        ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp",
+         "is_assistant"),
+        "as drafts need an empty cache",
+    ),
+}  # fmt: skip
 
 
 class Document:
@@ -87,7 +104,8 @@ class Document:
         patch(model, chosen, budget, page_size=page_size, kv_dtype=kv_dtype)
         self._ids, self._cache = ids.to(model.device), new_cache(model)
         # One token is predicted and none is fed: the cache holds the text and nothing else.
-        self._generate(self._ids, None, self._cache, 1, prefill_chunk_size=prefill_chunk_size)
+        options = {"num_beams": 1, "prefill_chunk_size": prefill_chunk_size}
+        self._generate(self._ids, torch.ones_like(self._ids), self._cache, 1, **options)
         # A question is a turn of its own, scored by its own queries, not one more chunk.
         self._cache.state.queries, self._cache.state.moments = {}, {}
 
@@ -109,8 +127,10 @@ class Document:
         """Ids int64 [1, T] of the text, and [1, Q] of the question with what surrounds it.
 
         Raises:
-            ValueError: an empty question.
+            ValueError: an empty question, or one that is no str.
         """
+        if not isinstance(question, str):
+            raise ValueError(f"expected a question as a str, got {type(question).__name__}")
         if not question.strip():
             raise ValueError("expected a question, got an empty one")
         before, after = self._around
@@ -128,23 +148,41 @@ class Document:
     ) -> list[str]:
         """The answers to questions that do not know of each other, as one batch.
 
-        options: of `generate`; greedy unless they say otherwise.
+        options: of `generate`; greedy unless they say otherwise. Not those that choose the
+            prompt, the cache or the form of the output, no `generation_config` and no drafts.
 
         Raises:
-            ValueError: an empty question, no question, or a model that was unpatched.
+            ValueError: an empty question, no question, a str in place of a list of them, an option
+                that is not taken, or a model that was unpatched.
         """
+        if isinstance(questions, str):
+            raise ValueError("expected a list of questions, got a str: `ask` takes a single one")
         if not questions:
             raise ValueError("expected at least one question, got none")
         if not is_patched(self.model):
             raise ValueError("expected the model to be patched still, got one that was unpatched")
+        beams = self._beams(options)
         asked = [self.prompt(question)[1][0] for question in questions]
         cache = self.cache()
-        if len(asked) > 1:
-            cache.batch_repeat_interleave(len(asked))
+        # A row a beam of each question, as `generate` lays them out; here they are all equal still.
+        if len(asked) * beams > 1:
+            cache.batch_repeat_interleave(len(asked) * beams)
         ids, mask = self._rows(asked)
+        options["num_beams"] = beams
         output = self._generate(ids, mask, cache, max_new_tokens, **options)
         new = output[:, ids.shape[1] :]
         return [x.strip() for x in self.tokenizer.batch_decode(new, skip_special_tokens=True)]
+
+    def _beams(self, options: dict[str, Any]) -> int:
+        """Beams that `generate` will search with; ValueError for options that are not taken."""
+        refused = [f"{name}, {_NOT_TAKEN[name]}" for name in options if name in _NOT_TAKEN]
+        if refused:
+            raise ValueError(f"expected other options of generate, got {'; '.join(refused)}")
+        beams = options.get("num_beams")
+        if beams is None:
+            beams = self.model.generation_config.num_beams or 1
+        positive("num_beams", beams)
+        return beams
 
     def _rows(self, asked: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Text, padding, question in each row, and the mask: int64 [B, T + Q]."""
@@ -157,15 +195,17 @@ class Document:
         return torch.stack(rows), torch.stack(masks)
 
     def _generate(
-        self, ids: Tensor, mask: Tensor | None, cache: SparseCache, new: int, **options: Any
+        self, ids: Tensor, mask: Tensor, cache: SparseCache, new: int, /, **options: Any
     ) -> Tensor:
+        """Prompts and answers, int64. What is set here holds over the model's own defaults."""
         pad = self.tokenizer.pad_token_id
         fill = {"pad_token_id": self.tokenizer.eos_token_id if pad is None else pad}
+        own = {"use_cache": True, "return_dict_in_generate": False, "num_return_sequences": 1}
         return self.model.generate(
             ids,
-            attention_mask=torch.ones_like(ids) if mask is None else mask,
+            attention_mask=mask,
             max_new_tokens=new,
-            **({"do_sample": False} | fill | options | {cache_key(self.model): cache}),
+            **({"do_sample": False} | fill | options | own | {cache_key(self.model): cache}),
         )
 
     def save(self, file: str | Path) -> None:
@@ -183,13 +223,11 @@ class Document:
         The file is a pickle: load only what you trust.
 
         Raises:
-            ValueError: another model, other devices, or a file of another version.
+            ValueError: another model, other devices, or a file that is no document or one of
+                another version.
+            OSError: a file that cannot be opened.
         """
-        saved = torch.load(file, weights_only=False, map_location=model.device)
-        if not isinstance(saved, dict) or saved.get("version") != _VERSION:
-            raise ValueError(
-                f"expected a document of version {_VERSION} in {file}, got another file"
-            )
+        saved = _read(file, model.device)
         if saved["model"] != _proof(model):
             raise ValueError(f"expected the model that read {file}, got another one")
         document = cls.__new__(cls)
@@ -204,6 +242,21 @@ class Document:
         patch(model, state.policy, state.budget, page_size=page, kv_dtype=kept)
         state.parts = model_parts(model, state.policy)
         return document
+
+
+def _read(file: str | Path, device: torch.device) -> dict[str, Any]:
+    """What `save` wrote; ValueError for anything else."""
+    message = f"expected a document of version {_VERSION} in {file}, got another file"
+    with open(file, "rb") as opened:
+        try:
+            saved = torch.load(opened, weights_only=False, map_location=device)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise  # they say nothing of what is in the file
+        except Exception as error:  # what is no pickle can end in any, a cut file in an OSError
+            raise ValueError(message) from error
+    if not isinstance(saved, dict) or set(saved) != _SAVED or saved["version"] != _VERSION:
+        raise ValueError(message)
+    return saved
 
 
 def _frame(tokenizer: Any, text: str) -> tuple[str, tuple[str, str]]:

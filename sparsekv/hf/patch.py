@@ -28,6 +28,7 @@ from sparsekv.hf.check import (
 from sparsekv.hf.compat import cache_key, tp_size
 from sparsekv.hf.extra_passes import prefill
 from sparsekv.hf.graph import GraphedDecode, can_graph
+from sparsekv.hf.options import check_options
 from sparsekv.hf.parts import UNDO, model_parts
 from sparsekv.hf.pruning import decoder_layers, install_hooks, prove_pruning
 from sparsekv.hf.traced import CompiledForward, bound_forward
@@ -92,11 +93,13 @@ def patch(
             until then.
 
     Raises:
-        ValueError: an unknown policy or kv_dtype, a bad budget, a policy that lacks what it needs,
-            or a model or device that cannot be served; the model is left as it was.
+        ValueError: an unknown policy or kv_dtype, a bad budget, page_size or flag, a policy that
+            lacks what it needs, or a model or device that cannot be served; the model is left as it
+            was.
     """
     chosen = get_policy(policy)
     resolve_budget(budget, 1)
+    check_options(page_size, defer_eviction)
     check_config(model)
     _check_policy(model, chosen, defer_eviction)
     previous = model.__dict__.get(_RECORD)

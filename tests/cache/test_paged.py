@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -243,7 +244,9 @@ def test_growth_keeps_contents_and_size_is_measured() -> None:
     pair.check()
 
 
-@pytest.mark.parametrize("page_size", [0, 8, 24, 128])
-def test_page_size_is_checked(page_size: int) -> None:
-    with pytest.raises(ValueError, match=f"expected page_size to be 16, 32 or 64, got {page_size}"):
+@pytest.mark.parametrize("page_size", [0, 8, 24, 128, 16.0, True, "16"])
+def test_page_size_is_checked(page_size: Any) -> None:
+    with pytest.raises(
+        ValueError, match=f"expected page_size to be 16, 32 or 64, got {page_size!r}"
+    ):
         PagePool(torch.device("cpu"), torch.float32, D, page_size)

@@ -190,6 +190,84 @@ def test_options_reach_generate(model, tokenizer):
     assert sampled != document.ask(QUESTIONS[0], max_new_tokens=12)
 
 
+@pytest.mark.parametrize("defaults", [False, True])
+def test_beams_search_as_after_one_dense_prompt(model, tokenizer, monkeypatch, defaults):
+    """Given as an option or by the model's generation config, which reading does not follow."""
+    if defaults:
+        monkeypatch.setattr(model.generation_config, "num_beams", 3)
+        monkeypatch.setattr(model.generation_config, "return_dict_in_generate", True)
+    document = sparsekv.Document(model, tokenizer, TEXT, "full", 1.0)
+    beams = {} if defaults else {"num_beams": 3}
+    answers = [document.ask(one, max_new_tokens=8, **beams) for one in QUESTIONS]
+    assert document.ask_all(QUESTIONS, max_new_tokens=8, **beams) == answers
+    assert document.ask_all(QUESTIONS, max_new_tokens=8, num_beams=1) != answers
+    prompts = [torch.cat(document.prompt(question), dim=1) for question in QUESTIONS]
+    sparsekv.unpatch(model)
+    search = {"num_beams": 3, "do_sample": False, "return_dict_in_generate": False}
+    for ids, answer in zip(prompts, answers, strict=True):
+        out = model.generate(ids, max_new_tokens=8, **search)[0, ids.shape[1] :]
+        assert tokenizer.decode(out, skip_special_tokens=True).strip() == answer
+
+
+@pytest.mark.parametrize("policy", ["kvzip", "rkv", "snapkv"])
+def test_beams_of_a_compressed_text_change_nothing(model, tokenizer, policy):
+    document = sparsekv.Document(model, tokenizer, TEXT, policy, 60)
+    before = bytes_of(document._cache)
+    answers = [document.ask(one, max_new_tokens=6, num_beams=2) for one in QUESTIONS]
+    assert document.ask_all(QUESTIONS, max_new_tokens=6, num_beams=2) == answers
+    assert bytes_of(document._cache) == before
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("input_ids", None), ("inputs", None), ("inputs_embeds", None), ("attention_mask", None),
+        ("position_ids", None), ("cache", None), ("past_key_values", None), ("use_cache", False),
+        ("cache_implementation", "static"), ("return_dict_in_generate", True),
+        ("num_return_sequences", 2), ("generation_config", None), ("token_healing", True),
+        ("prompt_lookup_num_tokens", 2), ("assistant_model", None), ("num_beams", 0),
+    ],
+)  # fmt: skip
+def test_options_that_are_not_taken_are_named(model, tokenizer, option, value):
+    document = sparsekv.Document(model, tokenizer, TEXT, "snapkv", 60)
+    for ask, asked in ((document.ask, QUESTIONS[0]), (document.ask_all, QUESTIONS)):
+        with pytest.raises(ValueError, match=rf"expected .*{option}\b"):
+            ask(asked, max_new_tokens=4, **{option: value})
+
+
+NOT_DOCUMENTS = {
+    "empty": b"",
+    "text": b"localhost\n",
+    "json": b'{"version": 1}',
+    "bytes": bytes(range(256)),
+    "a pickle of a class that is gone": b"\x80\x04cnowhere\nNothing\n.",
+    "a zip of nothing": b"PK\x05\x06" + bytes(18),
+}
+
+
+@pytest.mark.parametrize("content", NOT_DOCUMENTS.values(), ids=NOT_DOCUMENTS)
+def test_a_file_that_is_no_document_is_refused(model, tokenizer, tmp_path, content):
+    file = tmp_path / "other"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=r"expected a document of version 1 in .*got another file"):
+        sparsekv.Document.load(model, tokenizer, file)
+
+
+def test_other_saved_things_are_refused(model, tokenizer, tmp_path):
+    file = tmp_path / "text.doc"
+    refused = pytest.raises(ValueError, match="expected a document of version 1")
+    for other in ({"version": 1}, {"version": torch.ones(2)}, [1], model.state_dict()):
+        torch.save(other, file)
+        with refused:
+            sparsekv.Document.load(model, tokenizer, file)
+    sparsekv.Document(model, tokenizer, TEXT, "snapkv", 60).save(file)
+    file.write_bytes(file.read_bytes()[:-100])
+    with refused:
+        sparsekv.Document.load(model, tokenizer, file)
+    with pytest.raises(FileNotFoundError):
+        sparsekv.Document.load(model, tokenizer, tmp_path / "absent")
+
+
 def test_what_cannot_be_asked_is_refused(model, tokenizer):
     make = functools.partial(sparsekv.Document, model, tokenizer)
     with pytest.raises(ValueError, match="expected a text of at least one token"):
@@ -203,6 +281,10 @@ def test_what_cannot_be_asked_is_refused(model, tokenizer):
         document.ask("  ")
     with pytest.raises(ValueError, match="expected at least one question"):
         document.ask_all([])
+    with pytest.raises(ValueError, match="expected a list of questions, got a str"):
+        document.ask_all(QUESTIONS[0])
+    with pytest.raises(ValueError, match="expected a question as a str, got list"):
+        document.ask(QUESTIONS)
     shouting = copy.deepcopy(tokenizer)
     shouting.chat_template = "{% for m in messages %}<u>{{ m['content'] | upper }}{% endfor %}<a>"
     with pytest.raises(ValueError, match="changes what users say"):

@@ -172,6 +172,35 @@ def test_bad_budget_keeps_the_earlier_patch() -> None:
     assert len(run.cache.kept_positions(0)) == 16
 
 
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [
+        ({"page_size": 16.0}, "expected page_size to be 16, 32 or 64, got 16.0"),
+        ({"page_size": "16"}, "expected page_size to be 16, 32 or 64, got '16'"),
+        ({"defer_eviction": "yes"}, "expected defer_eviction to be True or False, got 'yes'"),
+        ({"defer_eviction": 1}, "expected defer_eviction to be True or False, got 1"),
+    ],
+)
+def test_bad_options_leave_the_model_alone(option: dict[str, Any], reason: str) -> None:
+    model = build("llama")
+    with pytest.raises(ValueError, match=reason):
+        sparsekv.patch(model, "h2o", 16, **option)
+    with pytest.raises(ValueError, match=r"expected a model patched by sparsekv\.patch"):
+        sparsekv.new_cache(model)
+
+
+def test_kept_positions_of_no_layer_row_or_head() -> None:
+    cache = greedy(sparsekv.patch(build("llama"), "h2o", 16), prompt(40), 4).cache
+    for place, reason in (
+        ({"layer": 99}, "expected a layer in 0 .. "),
+        ({"row": 3}, "expected row below 1, got 3"),
+        ({"row": -1}, "expected row >= 0, got -1"),
+        ({"head": 9}, "expected head below 2, got 9"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            cache.kept_positions(**({"layer": 0} | place))
+
+
 def test_config_without_kv_heads() -> None:
     """GPT-2 has as many KV heads as heads and does not say so: served."""
     torch.manual_seed(0)
