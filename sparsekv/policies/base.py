@@ -16,9 +16,11 @@ are never shown to a policy.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -243,6 +245,15 @@ def positive(name: str, value: int, at_least: int = 1) -> None:
     """Raise ValueError unless `value` is an integer >= `at_least`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
         raise ValueError(f"expected {name} to be an integer >= {at_least}, got {value!r}")
+
+
+def number(name: str, value: float, at_least: float = 0.0, at_most: float = math.inf) -> None:
+    """Raise ValueError unless `value` is a finite number from `at_least` to `at_most`."""
+    real = isinstance(value, Real) and not isinstance(value, bool)
+    if not (real and at_least <= value <= at_most and value < math.inf):  # NaN fails here too
+        closed = f"between {at_least:g} and {at_most:g}"
+        limits = f">= {at_least:g}" if at_most == math.inf else closed
+        raise ValueError(f"expected {name} {limits}, got {value!r}")
 
 
 def pool_columns(columns: Tensor, kernel: int, mode: str, limit: Tensor) -> Tensor:
