@@ -236,7 +236,9 @@ class Policy(ABC):
         """Keys that stay. keep: int32 [B, HK]; protected: bool [B, HK, S].
 
         A head holds at most `keep` afterwards, unless the policy is ragged: then the heads of a row
-        hold the sum of keep together, or all of their keys if that is less.
+        hold at most the sum of keep together. It may hold fewer. What the last call of `topk`
+        answered may be returned as it came; to see any other selection the host waits for the
+        device once a layer, and refuses with a ValueError what is no `Selection` of so many keys.
         """
         return topk(scores, keep, protected)
 
