@@ -7,19 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sparsekv.cache.pages import upload
-from sparsekv.policies.base import LayerPlan, ModelShape, Policy
+from sparsekv.policies.base import HeadPlan, LayerPlan, ModelShape, Policy, one_of
 from sparsekv.policies.budgets import resolve_budget
 
-# A budget that nothing reaches: layers that keep everything.
-UNLIMITED = np.iinfo(np.int32).max
+# A budget that nothing reaches: layers that keep everything. Larger ones come down to it.
+UNLIMITED = int(np.iinfo(np.int32).max)
 # Decode modes in which a step by itself writes slots that exist, and holds its budget.
 EVICTING = ("replace", "evict")
+_MODES = ("grow", *EVICTING, "interval")
+_COUNTS = ("budget", "prefill", "low", "select", "sinks", "recent")
 
 
 @dataclass(frozen=True)
@@ -81,13 +84,16 @@ def make_limits(
     shape: ModelShape,
     tokens: np.ndarray,
 ) -> Limits:
-    """Limits for rows that have seen `tokens` int [B] real tokens."""
+    """Limits for rows that have seen `tokens` int [B] real tokens.
+
+    Raises:
+        ValueError: the policy plans for another number of layers, or what makes no sense.
+    """
     plans: dict[int, list[LayerPlan]] = {}
     for count in {int(n) for n in tokens}:
-        governed = iter(policy.plan(shape, count, resolve_budget(budget, count)) if count else ())
+        governed = iter(_governed(policy, budget, shape, count))
         plans[count] = [
-            next(governed, LayerPlan(None)) if spec.window is None else _sliding(spec.window)
-            for spec in layers
+            next(governed) if spec.window is None else _sliding(spec.window) for spec in layers
         ]
     heads = shape.num_kv_heads
     tables = {count: [_per_head(plan, heads) for plan in row] for count, row in plans.items()}
@@ -100,11 +106,53 @@ def make_limits(
             f"expected a policy without a score per slot for decode='interval', got {policy.name!r}"
         )
     select = [
-        [plans[int(n)][i].select or int(UNLIMITED) for n in tokens] for i in range(len(layers))
+        [min(plans[int(n)][i].select or UNLIMITED, UNLIMITED) for n in tokens]
+        for i in range(len(layers))
     ]
     modes: list[str] = [plan.decode for plan in longest]
     selects = np.array(select, dtype=np.int32)
     return Limits(most, keep - sliding, low, sinks, recent, modes, selects)
+
+
+def _governed(
+    policy: Policy, budget: int | float, shape: ModelShape, tokens: int
+) -> Sequence[LayerPlan]:
+    """What a policy plans for the layers that it governs, checked."""
+    if tokens == 0:
+        return (LayerPlan(None),) * shape.num_layers
+    plans, whose = tuple(policy.plan(shape, tokens, resolve_budget(budget, tokens))), type(policy)
+    if len(plans) != shape.num_layers:
+        raise ValueError(
+            f"expected a plan of {shape.num_layers} layers from {whose.__name__}, got {len(plans)}"
+        )
+    for plan in plans:
+        _check(plan)
+        if plan.select is not None and not (policy.selects_pages and plan.select):
+            raise ValueError(
+                f"expected select= >= 1 in a plan, and that only of a policy that selects_pages, "
+                f"got {plan} from {whose.__name__}"
+            )
+    return plans
+
+
+def _check(plan: LayerPlan) -> None:
+    """Raise ValueError unless every field of a plan is of its kind."""
+    if not isinstance(plan, LayerPlan):
+        raise ValueError(f"expected a LayerPlan for every layer, got {plan!r}")
+    one_of("decode", plan.decode, _MODES)
+    heads = plan.heads or ()
+    for head in heads:
+        if not isinstance(head, HeadPlan):
+            raise ValueError(f"expected a HeadPlan for every KV head, got {head!r}")
+    for part in (plan, *heads):
+        for name in _COUNTS:
+            value = getattr(part, name, None)
+            if value is None and name not in ("sinks", "recent"):
+                continue
+            if not isinstance(value, Integral) or isinstance(value, bool) or value < 0:
+                raise ValueError(
+                    f"expected {name} of a plan to be an integer >= 0, got {value!r} in {part}"
+                )
 
 
 def _sliding(window: int) -> LayerPlan:
@@ -127,15 +175,16 @@ def _normalised(plan: LayerPlan) -> tuple[int, ...]:
     """Integers of a plan; protection is cut so that a decode step always finds a victim."""
     if (plan.decode == "interval") != (plan.low is not None):
         raise ValueError(f"expected low= with decode='interval' and only then, got {plan}")
-    if plan.budget is None:
-        keep = int(UNLIMITED) if plan.prefill is None else plan.prefill
-        return int(UNLIMITED), keep, int(UNLIMITED), 0, 0
-    keep = plan.budget if plan.prefill is None else plan.prefill
-    low = plan.budget if plan.low is None else plan.low
-    if not 1 <= min(keep, low) <= max(keep, low) <= plan.budget:
+    most = max(UNLIMITED, plan.prefill or 0) if plan.budget is None else plan.budget
+    keep = most if plan.prefill is None else plan.prefill
+    low = most if plan.low is None or plan.budget is None else plan.low
+    if not 1 <= min(keep, low) <= max(keep, low) <= most:
         raise ValueError(
             f"expected a policy to plan at least 1 token a layer, and no more after a prompt or a "
             f"compression than its budget, got {plan}"
         )
+    budget, keep, low = (min(count, UNLIMITED) for count in (most, keep, low))
+    if plan.budget is None:
+        return budget, keep, low, 0, 0
     sinks = min(plan.sinks, min(keep, low) - 1)
-    return plan.budget, keep, low, sinks, min(plan.recent, plan.budget - sinks)
+    return budget, keep, low, sinks, min(plan.recent, budget - sinks)

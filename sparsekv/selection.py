@@ -12,7 +12,7 @@ from torch import Tensor
 from sparsekv.cache.pages import upload
 from sparsekv.kernels.topk import select_topk
 from sparsekv.plan import Limits
-from sparsekv.policies.base import Need, Phase, Selection, Stats, TopK
+from sparsekv.policies.base import Need, Phase, Policy, Selection, Stats
 from sparsekv.policies.features import Feature
 from sparsekv.state import SparseState
 
@@ -73,6 +73,9 @@ def choose(
     columns_of(need) and feature_of(feature) -> fp32 [B, HK, S] are called only if somebody needs
     the answer: features when something must go, a statistic then or by a stateful policy.
     phase: "decode" cuts the heads that decode steps have brought over their budget.
+
+    Raises:
+        ValueError: a policy selects more keys than it may, or what is no selection.
     """
     assert state.limits is not None
     policy, ordinal = state.policy, state.ordinal.get(layer)
@@ -96,13 +99,12 @@ def choose(
     features = {feature: feature_of(feature) for feature in policy.features(ordinal, phase)}
     stats = Stats(columns, slot_scores, keys.positions, keys.held, recent[:, 0], features)
     scores = policy.score(ordinal, stats).float()
-    width = None if policy.ragged else int(host.max())
+    topk = _TopK(keys, None if policy.ragged else int(host.max()))
     selection = policy.select(
-        scores, keep, keys.protected(state.limits, layer), _topk(keys.held, width),
-        layer=ordinal, stats=stats,
-    )  # fmt: skip
-    if policy.ragged:
-        host = selection.count.cpu().numpy()
+        scores, keep, keys.protected(state.limits, layer), topk, layer=ordinal, stats=stats
+    )
+    if not topk.gave(selection, keep) or policy.ragged:
+        host = _counted(policy, selection, keys, host, topk.gave(selection))
     return Kept(selection, host, slot_scores, False)
 
 
@@ -125,17 +127,89 @@ def _newest(keys: Candidates, keep: Tensor) -> Selection:
     return Selection(torch.where(rank < keep[..., None], index, -1).int(), keep)
 
 
-def _topk(held: Tensor, width: int | None) -> TopK:
-    """Top-k over lists of `held` keys; width bounds how many of one are kept, if that is known."""
+class _TopK:
+    """Top-k over the keys of a layer; width bounds how many a head keeps, if that is known.
 
-    def topk(
-        scores: Tensor, keep: Tensor, protected: Tensor, lengths: Tensor | None = None
+    Remembers its last answer: what a policy hands on as it came is right by construction, and no
+    host has to wait to look at it.
+    """
+
+    def __init__(self, keys: Candidates, width: int | None) -> None:
+        self.keys, self.width = keys, width
+        self._last: tuple[Selection, Tensor] | None = None
+
+    def __call__(
+        self, scores: Tensor, keep: Tensor, protected: Tensor, lengths: Tensor | None = None
     ) -> Selection:
-        lengths, bound = (held, width) if lengths is None else (lengths, None)
+        """See `sparsekv.policies.base.TopK`."""
+        own = lengths is None and scores.shape == self.keys.positions.shape
+        held, bound = (self.keys.held, self.width) if lengths is None else (lengths, None)
         index, count = select_topk(
-            scores.flatten(0, 1), lengths.flatten(), keep.flatten(),
+            scores.flatten(0, 1), held.flatten(), keep.flatten(),
             protected=protected.flatten(0, 1), max_k=bound,
         )  # fmt: skip
-        return Selection(index.unflatten(0, keep.shape), count.view(keep.shape))
+        selection = Selection(index.unflatten(0, keep.shape), count.view(keep.shape))
+        self._last = (selection, keep) if own else None
+        return selection
 
-    return topk
+    def gave(self, selection: Selection, keep: Tensor | None = None) -> bool:
+        """Whether this is the last answer about the keys held; `keep`: to that very question."""
+        if self._last is None or selection is not self._last[0]:
+            return False
+        return keep is None or keep is self._last[1]
+
+
+def _counted(
+    policy: Policy, selection: Selection, keys: Candidates, most: np.ndarray, well_formed: bool
+) -> np.ndarray:
+    """Kept keys int [B, HK]; waits for the device. most: int [B, HK] that the heads may keep.
+
+    well_formed: the indices need no check.
+    """
+    select = f"{type(policy).__name__}.select"
+    if well_formed:
+        host = selection.count.cpu().numpy()
+    else:
+        _check_form(select, selection, most.shape)
+        right = _in_order(selection, keys.held)
+        host, fine = torch.stack([selection.count, right.int()]).cpu().numpy()
+        if not fine.all():
+            row, head = np.argwhere(fine == 0)[0]
+            raise ValueError(
+                f"expected {select} to give indices of held keys, ascending, each once, then -1, "
+                f"got others in row {row}, KV head {head}"
+            )
+    if policy.ragged:
+        kept, may, whose = host.sum(-1), most.sum(-1), "of all KV heads of a row together"
+    else:
+        kept, may, whose = host, most, "of a KV head"
+    if (kept > may).any():
+        worst = np.unravel_index((kept - may).argmax(), kept.shape)
+        raise ValueError(
+            f"expected {select} to keep at most {may[worst]} keys {whose}, got {kept[worst]}"
+        )
+    return host
+
+
+def _check_form(select: str, selection: Selection, heads: tuple[int, ...]) -> None:
+    """Raise ValueError unless a selection is index int32 [B, HK, K] and count int32 [B, HK]."""
+    if not isinstance(selection, Selection):
+        raise ValueError(f"expected {select} to give a Selection, got {selection!r}")
+    index, count = selection.index, selection.count
+    shapes = index.shape[:-1] == heads == count.shape and index.ndim == 3
+    if not shapes or {index.dtype, count.dtype} != {torch.int32}:
+        batch, kv_heads = heads
+        raise ValueError(
+            f"expected {select} to give index int32 [{batch}, {kv_heads}, K] and count int32 "
+            f"[{batch}, {kv_heads}], got {index.dtype} {list(index.shape)} and {count.dtype} "
+            f"{list(count.shape)}"
+        )
+
+
+def _in_order(selection: Selection, held: Tensor) -> Tensor:
+    """bool [B, HK]: `count` ascending indices below `held`, nothing but -1 behind them."""
+    index, count = selection.index, selection.count
+    listed = torch.arange(index.shape[-1], device=index.device) < count[..., None]
+    known = torch.where(listed, (index >= 0) & (index < held[..., None]), index == -1).all(-1)
+    rises = ((index[..., 1:] > index[..., :-1]) | ~listed[..., 1:]).all(-1)
+    return known & rises & (count >= 0) & (count <= index.shape[-1])

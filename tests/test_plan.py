@@ -65,8 +65,71 @@ def test_intervals():
         (LayerPlan(8, decode="interval", low=0), "at least 1 token"),
         (LayerPlan(None, heads=(HeadPlan(4),)), "each of the 2 KV heads"),
         (LayerPlan(None, prefill=3, heads=(HeadPlan(4),) * 2), "without prefill="),
+        (LayerPlan(None, prefill=0), "at least 1 token"),
+        (LayerPlan(8, decode="bogus"), "decode to be one of grow, replace, .*, got 'bogus'"),
+        (LayerPlan(7.9), r"budget of a plan to be an integer >= 0, got 7\.9"),
+        (LayerPlan(True), "budget of a plan to be an integer >= 0, got True"),
+        (LayerPlan(8, sinks=None), "sinks of a plan to be an integer >= 0, got None"),
+        (LayerPlan(8, recent=-1), "recent of a plan to be an integer >= 0, got -1"),
+        (LayerPlan(8, prefill="4"), "prefill of a plan to be an integer >= 0, got '4'"),
+        (LayerPlan(None, heads=(HeadPlan(4), HeadPlan(4.5))), r"budget of a plan .* got 4\.5"),
+        (LayerPlan(None, heads=(4, 4)), "a HeadPlan for every KV head, got 4"),
+        (LayerPlan(None, select=32), "a policy that selects_pages, got .* from Planned"),
+        (8, "a LayerPlan for every layer, got 8"),
     ],
 )
 def test_plans_that_are_refused(plan, message):
     with pytest.raises(ValueError, match=message):
         limits(plan)
+
+
+@dataclass(frozen=True)
+class Listed(Policy):
+    """Just these plans, however many layers there are."""
+
+    layers: tuple[LayerPlan, ...]
+
+    name: ClassVar[str] = "listed"
+    keeps: ClassVar[str] = "as listed"
+    paper: ClassVar[str] = "none"
+    selects_pages: ClassVar[bool] = True
+
+    def plan(self, shape, tokens, budget):
+        return self.layers
+
+    def score(self, layer, stats):
+        return stats.positions.float()
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_plan_for_every_governed_layer(count):
+    """Sliding layers have none; a missing plan is no leave to keep everything."""
+    layers = [LayerSpec(None, CPU), LayerSpec(16, CPU), LayerSpec(None, CPU)]
+    shape, tokens = ModelShape(2, 4, 2, 16), np.array((40, 0))
+    both = make_limits(Listed((LayerPlan(8), LayerPlan(9))), 8, layers, shape, tokens)
+    assert both.budget[:, 0, 0].tolist() == [8, 16, 9]
+    assert both.budget[:, 1, 0].tolist() == [UNLIMITED, 16, UNLIMITED]
+    with pytest.raises(ValueError, match=f"a plan of 2 layers from Listed, got {count}"):
+        make_limits(Listed((LayerPlan(8),) * count), 8, layers, shape, tokens)
+
+
+def test_counts_come_down_to_int32():
+    """Kernels add and subtract them as int32."""
+    more = 10**12
+    plans = (
+        LayerPlan(more, sinks=more, recent=more, decode="interval", prefill=more, low=more),
+        LayerPlan(more, sinks=4, recent=more),
+        LayerPlan(None, prefill=more, select=more),
+        LayerPlan(np.int64(8), heads=(HeadPlan(more, 4, more), HeadPlan(8))),
+    )
+    made = make_limits(
+        Listed(plans), more, [LayerSpec(None, CPU)] * 4, ModelShape(4, 4, 2, 16), np.array([40])
+    )
+    for table in (made.budget, made.keep, made.low):
+        assert (table[:3] == UNLIMITED).all() and table.dtype == np.int32
+    assert made.sinks[:, 0, 0].tolist() == [UNLIMITED - 1, 4, 0, 4]
+    assert made.recent[:, 0, 0].tolist() == [1, UNLIMITED - 4, 0, UNLIMITED - 4]
+    assert (made.select == UNLIMITED).all()
+    with pytest.raises(ValueError, match="select= >= 1"):
+        limits_of = Listed((LayerPlan(None, select=0),))
+        make_limits(limits_of, 8, [LayerSpec(None, CPU)], ModelShape(1, 4, 2, 16), np.array([40]))

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from sparsekv.policies._facts import Facts
-from sparsekv.policies.base import Policy, Selection, Stats, TopK, one_of, positive
+from sparsekv.policies.base import Policy, Selection, Stats, TopK, number, one_of, positive
 from sparsekv.policies.budgets import exact
 from sparsekv.policies.expected import Expected
 from sparsekv.policies.snapkv import SnapKV
@@ -81,8 +81,7 @@ class AdaKV(Wrapper):
 
     def __post_init__(self) -> None:
         check_scorer(self, self.scorer)
-        if not 0.0 <= self.floor <= 1.0:
-            raise ValueError(f"expected floor in [0, 1], got {self.floor!r}")
+        number("floor", self.floor, at_most=1)
         one_of("mode", self.mode, ("mix", "safeguard"))
         positive("skip", self.skip, at_least=0)
         if self.normalise and self.scorer.signed:

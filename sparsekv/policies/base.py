@@ -16,9 +16,11 @@ are never shown to a policy.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -234,7 +236,9 @@ class Policy(ABC):
         """Keys that stay. keep: int32 [B, HK]; protected: bool [B, HK, S].
 
         A head holds at most `keep` afterwards, unless the policy is ragged: then the heads of a row
-        hold the sum of keep together, or all of their keys if that is less.
+        hold at most the sum of keep together. It may hold fewer. What the last call of `topk`
+        answered may be returned as it came; to see any other selection the host waits for the
+        device once a layer, and refuses with a ValueError what is no `Selection` of so many keys.
         """
         return topk(scores, keep, protected)
 
@@ -243,6 +247,15 @@ def positive(name: str, value: int, at_least: int = 1) -> None:
     """Raise ValueError unless `value` is an integer >= `at_least`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
         raise ValueError(f"expected {name} to be an integer >= {at_least}, got {value!r}")
+
+
+def number(name: str, value: float, at_least: float = 0.0, at_most: float = math.inf) -> None:
+    """Raise ValueError unless `value` is a finite number from `at_least` to `at_most`."""
+    real = isinstance(value, Real) and not isinstance(value, bool)
+    if not (real and at_least <= value <= at_most and value < math.inf):  # NaN fails here too
+        closed = f"between {at_least:g} and {at_most:g}"
+        limits = f">= {at_least:g}" if at_most == math.inf else closed
+        raise ValueError(f"expected {name} {limits}, got {value!r}")
 
 
 def pool_columns(columns: Tensor, kernel: int, mode: str, limit: Tensor) -> Tensor:

@@ -20,7 +20,6 @@ Not reproduced from kvpress: protected tokens that use up stage 1 and, multiplie
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -28,7 +27,7 @@ from torch import Tensor
 
 from sparsekv.policies._facts import Facts
 from sparsekv.policies.adakv import AdaKV
-from sparsekv.policies.base import Phase, Policy, Selection, Stats, TopK
+from sparsekv.policies.base import Phase, Policy, Selection, Stats, TopK, number
 from sparsekv.policies.budgets import exact
 from sparsekv.policies.features import Feature, ProjectedValueNorm, ValueNorm
 from sparsekv.policies.snapkv import SnapKV
@@ -71,10 +70,8 @@ class CriticalKV(Wrapper):
                 f"expected a scorer that does not weigh by values for criticalkv, which does, got "
                 f"{ranked!r} (value_norm=False turns it off)"
             )
-        if not 0.0 <= self.first_share <= 1.0:
-            raise ValueError(f"expected first_share in [0, 1], got {self.first_share!r}")
-        if not 0.0 <= self.epsilon < math.inf:
-            raise ValueError(f"expected epsilon >= 0, got {self.epsilon!r}")
+        number("first_share", self.first_share, at_most=1)
+        number("epsilon", self.epsilon)
 
     @property
     def ragged(self) -> bool:  # type: ignore[override]  # constant in other policies

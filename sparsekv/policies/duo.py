@@ -30,7 +30,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from sparsekv.policies._facts import Facts
-from sparsekv.policies.base import HeadPlan, LayerPlan, ModelShape, Policy, Stats, positive
+from sparsekv.policies.base import HeadPlan, LayerPlan, ModelShape, Policy, Stats, number, positive
 from sparsekv.policies.budgets import exact
 
 
@@ -91,14 +91,13 @@ class Duo(Policy):
     def __post_init__(self) -> None:
         positive("sinks", self.sinks, at_least=0)
         positive("recent", self.recent)
-        if not 0.0 <= self.sparsity <= 1.0:
-            raise ValueError(f"expected sparsity in [0, 1], got {self.sparsity!r}")
+        number("sparsity", self.sparsity, at_most=1)
         if self.gates is None:
             return
         if len({len(layer) for layer in self.gates}) != 1 or not self.gates[0]:
             raise ValueError("expected gates as one row of equal length a layer, got others")
-        if not all(0.0 <= gate <= 1.0 for layer in self.gates for gate in layer):
-            raise ValueError("expected gates in [0, 1], got others")
+        for gate in (gate for layer in self.gates for gate in layer):
+            number("every gate", gate, at_most=1)
 
     def ready(self) -> None:
         if self.gates is None:

@@ -28,7 +28,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from sparsekv.policies._facts import Facts
-from sparsekv.policies.base import LayerPlan, ModelShape, Phase, Policy, Stats, positive
+from sparsekv.policies.base import LayerPlan, ModelShape, Phase, Policy, Stats, number, positive
 from sparsekv.policies.features import ExpectedProbability, Feature, ValueNorm
 
 
@@ -56,8 +56,7 @@ class Expected(Policy):
     def __post_init__(self) -> None:
         positive("sinks", self.sinks, at_least=0)
         positive("future", self.future)
-        if not 0.0 <= self.epsilon < float("inf"):
-            raise ValueError(f"expected epsilon >= 0, got {self.epsilon!r}")
+        number("epsilon", self.epsilon)
 
     def plan(self, shape: ModelShape, tokens: int, budget: int) -> tuple[LayerPlan, ...]:
         return (LayerPlan(budget, sinks=min(self.sinks, budget - 1)),) * shape.num_layers

@@ -24,7 +24,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from sparsekv.policies._facts import Facts
-from sparsekv.policies.base import LayerPlan, ModelShape, Need, Phase, Policy, Stats, one_of
+from sparsekv.policies.base import LayerPlan, ModelShape, Need, Phase, Policy, Stats, number, one_of
 from sparsekv.policies.budgets import exact
 
 
@@ -49,8 +49,7 @@ class H2O(Policy):
     stateful: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.heavy_fraction <= 1.0:
-            raise ValueError(f"expected heavy_fraction in [0, 1], got {self.heavy_fraction!r}")
+        number("heavy_fraction", self.heavy_fraction, at_most=1)
         one_of("group", self.group, ("mean", "max", "sum"))
 
     def plan(self, shape: ModelShape, tokens: int, budget: int) -> tuple[LayerPlan, ...]:

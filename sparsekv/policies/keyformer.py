@@ -35,6 +35,7 @@ from sparsekv.policies.base import (
     Phase,
     Policy,
     Stats,
+    number,
     one_of,
     positive,
 )
@@ -69,9 +70,10 @@ class Keyformer(Policy):
     tensor_parallel: ClassVar[Literal["local", "refused"]] = "refused"
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.recent_fraction <= 1.0:
-            raise ValueError(f"expected recent_fraction in [0, 1], got {self.recent_fraction!r}")
-        if not 0.0 < self.tau_start <= self.tau_end < math.inf:
+        number("recent_fraction", self.recent_fraction, at_most=1)
+        number("tau_start", self.tau_start)
+        number("tau_end", self.tau_end)
+        if not 0.0 < self.tau_start <= self.tau_end:
             raise ValueError(
                 f"expected 0 < tau_start <= tau_end, got {self.tau_start!r} and {self.tau_end!r}"
             )

@@ -44,7 +44,16 @@ import torch
 from torch import Tensor
 
 from sparsekv.policies._facts import Facts
-from sparsekv.policies.base import LayerPlan, ModelShape, Need, Phase, Policy, Stats, positive
+from sparsekv.policies.base import (
+    LayerPlan,
+    ModelShape,
+    Need,
+    Phase,
+    Policy,
+    Stats,
+    number,
+    positive,
+)
 
 _STEPS = 4096  # decays that are tried
 
@@ -94,8 +103,8 @@ class PyramidInfer(Policy):
         decay = 0.0 if self.decay is None else self.decay
         shares = {"recent": self.recent, "decay": decay, "gen_decay": self.gen_decay}
         for name, value in (shares | {"gen_keep": self.gen_keep}).items():
-            if not 0.0 <= value <= 1.0:
-                raise ValueError(f"expected {name} to be in [0, 1], got {value!r}")
+            number(name, value, at_most=1)
+        number("distance_weight", self.distance_weight)
         if not self.distance_weight > 0.0:
             raise ValueError(f"expected distance_weight > 0, got {self.distance_weight!r}")
 

@@ -31,6 +31,7 @@ from sparsekv.policies.base import (
     Phase,
     Policy,
     Stats,
+    number,
     pool_columns,
     pooling,
     positive,
@@ -71,8 +72,7 @@ class RKV(Policy):
         pooling(self.kernel, "max")
         positive("buffer", self.buffer)
         for name in ("similarity", "mix"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ValueError(f"expected {name} in [0, 1], got {getattr(self, name)!r}")
+            number(name, getattr(self, name), at_most=1)
 
     def plan(self, shape: ModelShape, tokens: int, budget: int) -> tuple[LayerPlan, ...]:
         layer = LayerPlan(

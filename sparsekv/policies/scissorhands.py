@@ -34,6 +34,7 @@ from sparsekv.policies.base import (
     Phase,
     Policy,
     Stats,
+    number,
     one_of,
     positive,
 )
@@ -64,8 +65,7 @@ class Scissorhands(Policy):
     def __post_init__(self) -> None:
         positive("window", self.window)
         positive("recent", self.recent, at_least=0)
-        if not 0.0 <= self.drop <= 1.0:
-            raise ValueError(f"expected drop in [0, 1], got {self.drop!r}")
+        number("drop", self.drop, at_most=1)
         one_of("group", self.group, ("mean", "max", "sum"))
 
     def plan(self, shape: ModelShape, tokens: int, budget: int) -> tuple[LayerPlan, ...]:

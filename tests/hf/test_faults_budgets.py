@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from hypothesis import given
@@ -19,9 +21,11 @@ from rig import (
     slot_scores,
     tiny_llama,
 )
+from zoo import SUPPORT, example
 
 import sparsekv
 from sparsekv.policies import H2O, LayerSplit, Pyramid, SnapKV, Streaming, resolve_budget
+from sparsekv.policies import POLICIES as LIBRARY
 
 
 def assert_dense(model, ids, new=8, **kwargs):
@@ -104,6 +108,24 @@ def test_b15_keeping_everything(policy, model):
     run = greedy(patched(model, policy, 1.0), prompt(30), 1)
     assert lengths(run.cache) == [[30] * 2] * 3
     assert torch.equal(run.logits, full.logits)
+
+
+@pytest.mark.parametrize("name", LIBRARY)
+def test_b15_budgets_beyond_int32(name):
+    """However a policy splits a budget, one that nothing reaches is as one above the tokens."""
+    model, batch = tiny_llama(), left_padded(prompt(30), prompt(19, 1))
+    if SUPPORT[name]["padding"] == "refused":
+        batch = {"input_ids": prompt(30)}
+    mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+    runs = []
+    for budget in (64, 2**31 - 1, 2**31, 10**12, sys.maxsize):
+        sparsekv.patch(model, example(name), budget)
+        runs.append(greedy(model, batch["input_ids"], 8, attention_mask=mask))
+    for run in runs[1:]:
+        assert torch.equal(run.logits, runs[0].logits)
+        assert kept(run.cache) == kept(runs[0].cache)
+        for store in run.cache.state.stores:
+            store.validate()
 
 
 @pytest.mark.parametrize("budget", [0, -1, 0.0, -0.5, 1.5, float("nan"), True, "8", None])

@@ -205,7 +205,7 @@ def test_plan_is_the_scorers():
         ({"scorer": Chunked()}, "in its own way"),
         ({"scorer": SnapKV}, "a policy object"),
         ({"scorer": Knorm(), "normalise": True}, "without negative scores"),
-        ({"floor": 1.1}, "floor in"),
+        ({"floor": 1.1}, "floor between"),
         ({"mode": "exact"}, "mode to be one of"),
         ({"skip": -1}, "skip to be an integer"),
     ],

@@ -251,6 +251,31 @@ def test_bad_hyper_parameters(cls, arguments):
         cls(**arguments)
 
 
+FRACTIONS = [
+    (cls, field.name)
+    for cls in POLICIES.values()
+    for field in dataclasses.fields(cls)
+    if str(field.type).startswith("float")
+]
+
+
+@pytest.mark.parametrize("wrong", ["a", (), True, float("nan"), float("inf"), -0.1], ids=repr)
+@pytest.mark.parametrize(("cls", "name"), FRACTIONS)
+def test_numbers_are_numbers(cls, name, wrong):
+    with pytest.raises(ValueError, match=rf"expected {name} .*, got "):
+        cls(**{name: wrong})
+
+
+def test_the_limits_of_a_number_are_named():
+    with pytest.raises(ValueError, match=r"^expected heavy_fraction between 0 and 1, got 'a'$"):
+        H2O(heavy_fraction="a")
+    with pytest.raises(ValueError, match=r"^expected every gate between 0 and 1, got 'a'$"):
+        POLICIES["duo"](gates=(("a",),))
+    with pytest.raises(ValueError, match=r"^expected epsilon >= 0, got None$"):
+        POLICIES["expected"](epsilon=None)
+    assert H2O(heavy_fraction=1) == H2O(heavy_fraction=1.0)
+
+
 def test_observe_without_decay_is_refused():
     """A kernel would go on doing what the class above declared, and nobody would notice."""
     with pytest.raises(TypeError, match=r"expected Half to say with decay\(\)"):

@@ -53,5 +53,5 @@ def test_score_is_the_count_reversed():
     row = prefill(Scissorhands(window=3, recent=2), golden_prefill(), budget=8)
     assert row.kept() == [list(range(8))]
     assert Scissorhands().needs(0, "decode") == Need("count", rows=400, group="sum")
-    with pytest.raises(ValueError, match="expected drop in"):
+    with pytest.raises(ValueError, match="expected drop between"):
         Scissorhands(drop=1.5)
