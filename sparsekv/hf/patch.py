@@ -166,7 +166,7 @@ def _sink_shift(model: PreTrainedModel, policy: Policy) -> SinkShift | None:
 def _check_compile(
     model: PreTrainedModel, policy: Policy, compile: object, previous: Patch | None
 ) -> None:
-    if compile not in (True, False, "decode"):
+    if not isinstance(compile, bool) and compile != "decode":
         raise ValueError(f"expected compile to be True, False or 'decode', got {compile!r}")
     if compile is True and policy.prunes:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What layers note of their engine as they are built, and an engine that was told something else."""
+"""What layers note of their engine as they are built; an engine that was told something else."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def built() -> Any:
     return built
 
 
-def test_a_chunk_may_have_all_tokens_of_a_step(built: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_may_have_all_of_a_step(built: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM drops its threshold for a lone request, which would wait for ever in a smaller pool."""
     config = SimpleNamespace(
         additional_config={"sparsekv": {"policy": "snapkv", "budget": 512, "full_layers": 2}},

@@ -1,6 +1,6 @@
 """Models that vLLM must be told more about: Qwen2 and Qwen3, which its own files build without
-windows, through models of ours; Granite, whose windows it takes to have sinks. What is asked for and
-refused, and tokens of tiny random ones beside those of the independent evictor."""
+windows, through models of ours; Granite, whose windows it takes to have sinks. What is asked for
+and refused, and tokens of tiny random ones beside those of the independent evictor."""
 
 from __future__ import annotations
 
