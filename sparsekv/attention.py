@@ -55,12 +55,15 @@ def rollback(state: SparseState, tokens: int) -> None:
     """Take back the last `tokens` columns of a recorded round and accept the others.
 
     The layers return to their snapshot and replay the accepted tokens, so that slots, scores and
-    evictions are those of a run that never saw the rejected ones.
+    evictions are those of a run that never saw the rejected ones. Every column, recorded or not,
+    can be taken back at once: the state is then empty.
 
     Raises:
         ValueError: more tokens than were recorded since the last call.
     """
-    if tokens:
+    if tokens and {tokens} == set(state.seen):
+        state.reset()
+    elif tokens:
         recorded = min(len(state.log.get(layer, ())) for layer in range(len(state.layers)))
         if tokens > recorded:
             raise ValueError(

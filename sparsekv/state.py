@@ -56,8 +56,8 @@ class SparseState:
         steady, held_steps: row tensors of decode steps with fixed shapes, and for how many more
             steps pages are found, see `sparsekv.steady`.
         max_columns: columns that a generation may reach, or None if nobody said.
-        draft_start: column from which tokens of a recorded forward are drafts, or None: those fed
-            into an empty cache are the prompt, later ones drafts.
+        draft_start: column from which tokens of a recorded forward are drafts (an assistant's last
+            prompt token, too), or None: what fills an empty cache is prompt, the rest are drafts.
         chunked_until: column up to which a prompt comes in several forwards; one of a single token
             is then still prompt. Otherwise a single token onto a cache is a decode step.
         keep_queries: keep the last queries of a prefill, and the moments of all of them where the
@@ -191,8 +191,6 @@ class SparseState:
                 "expected a whole cache, got one that a failed forward left half-written"
             )
         lengths = real_lengths(mask, start, self.tokens, tokens)
-        if (lengths < tokens).any():
-            self.gaps.append((self.tokens, tokens - lengths))
         if not self.held_steps:
             self.steady = None
         parts = self._split(start, tokens, lengths)
@@ -211,6 +209,8 @@ class SparseState:
             evicts = (limits.keep[[*self.ordinal]] < parts[0].seen[:, None]).any()
             if block is not None and not self.deferred and evicts:
                 parts = in_blocks(parts[0], block) + parts[1:]
+        if (lengths < tokens).any():
+            self.gaps.append((self.tokens, tokens - lengths))
         self._start, self._parts = start, parts
         self.tokens = self.tokens + lengths
         if self.steady is not None and self.held_steps:

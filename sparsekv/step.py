@@ -114,7 +114,7 @@ def real_lengths(mask: Tensor | None, start: int, known: np.ndarray, tokens: int
     """Real tokens per row among columns start .. start+tokens-1 of a padding mask.
 
     mask: bool or 0/1 [B, >= start + tokens], or None (all real); known: int [B] real tokens among
-    the columns before. Waits for the device.
+    the columns before. A mask costs one wait for the device, however many tokens it covers.
 
     Raises:
         ValueError: another shape, real tokens that padding follows, or a mask that hides cached
@@ -128,8 +128,10 @@ def real_lengths(mask: Tensor | None, start: int, known: np.ndarray, tokens: int
             f"expected attention_mask to be a 2-D padding mask [{batch}, {start + tokens}], "
             f"got shape {tuple(mask.shape)}"
         )
-    valid = mask[:, : start + tokens].bool().cpu().numpy()
-    valid, old = valid[:, start:], valid[:, :start].sum(1)
+    columns = mask[:, : start + tokens].bool()
+    before = columns[:, :start].sum(1, keepdim=True, dtype=torch.int32)
+    found = torch.cat([before, columns[:, start:].int()], 1).cpu().numpy()
+    old, valid = found[:, 0], found[:, 1:].astype(bool)
     if (old != known).any():
         raise ValueError(
             f"expected attention_mask to show the {known.tolist()} tokens of each row that are "

@@ -133,8 +133,12 @@ def attention_mask(
 ) -> Tensor | None:
     """For our cache the 2-D padding mask itself; for any other what SDPA would get.
 
+    Decode steps hand theirs on, too, so that a mask which hides cached tokens is refused. That is
+    one wait for the device a step, and none where there is no mask: in steps that `generate`
+    captures in a CUDA graph.
+
     Raises:
-        ValueError: a custom mask function, or padding in a decode step.
+        ValueError: a custom mask function. The mask itself is checked by `real_lengths`.
     """
     if kv_offset == TRACED_CACHE:
         none = torch.empty(0, dtype=torch.bool, device=kwargs.get("device"))
@@ -146,12 +150,9 @@ def attention_mask(
         )  # fmt: skip
     if use_vmap or not allow_is_causal_skip:
         raise ValueError("expected a plain causal mask, got a custom mask function")
-    if q_length == 1 and attention_mask is not None:
-        # generate() appends ones; its loop waits for the device every step anyway.
-        if not bool(attention_mask[:, -1].all()):
-            raise ValueError("expected a real token in every row of a decode step, got padding")
-        return None
     if attention_mask is not None and kwargs.get("local_size") is not None:
         # Models that build a sliding mask need not pass the window on; `self_test` asks for it.
+        # A view: the mask of the full layers may be the same object.
+        attention_mask = attention_mask.view_as(attention_mask)
         setattr(attention_mask, WINDOW_MARK, kwargs["local_size"])
     return attention_mask

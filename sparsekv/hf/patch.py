@@ -334,6 +334,11 @@ def _set_mode(cache: SparseCache, generation_config: Any, model_kwargs: dict, mo
             raise ValueError("expected an empty cache for assisted decoding, got one with tokens")
     elif not getattr(generation_config, "is_assistant", False):
         state.recording = False
+    elif length and not cache.get_seq_length():
+        # An assistant whose first drafts are all rejected takes back a token of its prompt, too.
+        single = length == 1 or (mask is not None and not mask[:, -2].all())
+        state.draft_start = length if single else length - 1
+        state.chunked_until = min(state.chunked_until, state.draft_start)
 
 
 def _may_compile(self: PreTrainedModel, model_kwargs: dict, generation_config: Any) -> bool:

@@ -18,7 +18,7 @@ from rig import (
 )
 
 import sparsekv
-from sparsekv.hf.compat import cache_key
+from sparsekv.hf.compat import cache_key, output_cache
 
 
 def repetitive(seed=0):
@@ -87,6 +87,60 @@ def test_b50_both_sparse(model):
     plain = greedy(model, prompt(30), 14)
     draft = patched(assistant(0), "streaming", 10)
     assert_same_run(greedy(model, prompt(30), 14, assistant_model=draft), plain)
+
+
+def assisted(model, draft, ids, new, **kwargs):
+    """The run of `model`, what each call of the assistant returned, and the assistant's cache."""
+    calls, generate = [], draft.generate
+    draft.generate = lambda *args, **own: calls.append(generate(*args, **own)) or calls[-1]
+    run = greedy(model, ids, new, assistant_model=draft, **kwargs)
+    del draft.generate
+    return run, [call.sequences[0].tolist() for call in calls], output_cache(calls[-1])
+
+
+def draft_model(kind):
+    """Another model, whose drafts are rejected from the first, or the target with some noise."""
+    if kind == "other":
+        return assistant(5, num_hidden_layers=1)
+    draft = assistant(0)
+    torch.manual_seed(9)
+    with torch.no_grad():
+        for weight in draft.parameters():
+            weight += 0.01 * torch.randn_like(weight)
+    return draft
+
+
+@pytest.mark.parametrize("length", [1, 2, 30])
+@pytest.mark.parametrize("kind", ["other", "noise"])
+def test_b50_rejected_drafts_of_a_full_assistant(kind, length, model):
+    """Every draft of every round is that of the unpatched assistant."""
+    expected = greedy(model, prompt(length), 14)
+    dense, drafts, _ = assisted(model, draft_model(kind), prompt(length), 14)
+    run, own, _ = assisted(model, patched(draft_model(kind), "full", 14), prompt(length), 14)
+    assert run.tokens.tolist() == dense.tokens.tolist() == expected.tokens.tolist()
+    assert own == drafts
+    assert len(drafts) > 3
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"prefill_chunk_size": 29}], ids=["whole", "chunks"])
+@pytest.mark.parametrize("kind", ["other", "noise"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_b50_rejected_drafts_of_a_sparse_assistant(policy, kind, kwargs, model):
+    """The target's text is dense; the assistant's cache is that of a run that saw no draft.
+
+    Its prompt is evicted one token early: the last one is taken back with the first drafts.
+    """
+    ids = prompt(30)
+    draft = patched(draft_model(kind), policy, 14, defer_eviction=bool(kwargs))
+    run, drafts, cache = assisted(model, draft, ids, 14, **kwargs)
+    assert run.tokens.tolist() == greedy(model, ids, 14).tokens.tolist()
+    plain, text = Loop(draft), torch.tensor([drafts[-1][:-1]])  # the last draft is not fed
+    for part in (text[:, :29], *text[:, 29:].split(1, 1)):
+        plain.feed(part)
+    assert plain.kept() == kept(cache)
+    cache.crop(0)
+    for store in cache.state.stores:
+        store.validate()
 
 
 def test_b50_drafts_in_turn_two_are_refused(model):
@@ -198,6 +252,17 @@ def test_b51_crop_takes_tensors_and_absolute_lengths(model):
     assert loop.cache.get_seq_length() == 28
     with pytest.raises(ValueError, match="at most 28"):
         loop.cache.crop(29)
+
+
+def test_b51_crop_of_everything_empties_the_cache(model):
+    """Also without a record, as a one-token prompt of an assistant needs it."""
+    patched(model, "h2o", 14)
+    loop, fresh = Loop(model), Loop(model)
+    loop.feed(prompt(24))
+    loop.cache.crop(-24)
+    assert loop.cache.get_seq_length() == 0
+    torch.testing.assert_close(loop.feed(prompt(20, 1)), fresh.feed(prompt(20, 1)))
+    assert loop.kept() == fresh.kept()
 
 
 def test_b51_a_batch_can_be_cropped(model):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from families import build
 from reference import Reference
 from rig import (
     EVICTING,
@@ -18,6 +19,7 @@ from rig import (
     tiny_llama,
 )
 
+import sparsekv
 from sparsekv.hf.compat import cache_key
 
 
@@ -171,6 +173,56 @@ def test_b09_padding_of_a_finished_row_cannot_be_hidden_later(model):
     mask = torch.cat([batch["attention_mask"], (run.tokens != 0).long(), question * 0 + 1], 1)
     with pytest.raises(ValueError, match="cached token cannot be hidden"):
         greedy(model, text, attention_mask=mask, **{cache_key(model): run.cache})
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize("policy", ["full", "h2o"])
+def test_b09_a_mask_of_a_step_cannot_hide_cached_tokens(policy, tokens, model):
+    """One new token or several: a mask that does not show the cached ones is refused."""
+    loop, ids = Loop(patched(model, policy, 14)), prompt(tokens, 1)
+    loop.feed(prompt(24))
+    hidden = torch.ones(1, 24 + tokens, dtype=torch.long)
+    hidden[:, :9] = 0
+    with pytest.raises(ValueError, match=r"cached, got \[15\]: a cached token cannot be hidden"):
+        loop.feed(ids, attention_mask=hidden)
+    with pytest.raises(ValueError, match=rf"padding mask \[1, {24 + tokens}\]"):
+        loop.feed(ids, attention_mask=torch.ones_like(ids))
+    last = torch.ones_like(hidden)
+    last[:, -1] = 0
+    with pytest.raises(ValueError, match="padding"):
+        loop.feed(ids, attention_mask=last)
+    plain = Loop(model)
+    plain.feed(prompt(24))
+    logits = loop.feed(ids, attention_mask=torch.ones_like(hidden))
+    torch.testing.assert_close(logits, plain.feed(ids))
+    assert loop.kept() == plain.kept()
+
+
+def test_b09_padding_of_the_prompt_stays_padding(model):
+    """A step's mask must not show what was padding, either; the right one is taken."""
+    patched(model, "h2o", 14)
+    batch, ids = left_padded(prompt(20), prompt(9, 1)), torch.tensor([[5], [7]])
+    loop = Loop(model)
+    loop.feed(batch["input_ids"], attention_mask=batch["attention_mask"])
+    with pytest.raises(ValueError, match="cached token cannot be hidden"):
+        loop.feed(ids, attention_mask=torch.ones(2, 21, dtype=torch.long))
+    loop.feed(ids, attention_mask=torch.cat([batch["attention_mask"], ids * 0 + 1], 1))
+    assert loop.cache.get_seq_length() == 21
+
+
+def test_b09_a_bool_mask_serves_full_and_sliding_layers():
+    """transformers hands one and the same bool mask to both kinds of layers."""
+    loop = Loop(sparsekv.patch(build("gemma2"), "full"))
+    batch, ids = left_padded(prompt(20), prompt(15, 1)), torch.tensor([[5], [7]])
+    mask = batch["attention_mask"].bool()
+    longer = torch.cat([mask, ids > 0], 1)
+    logits = (
+        loop.feed(batch["input_ids"], attention_mask=mask),
+        loop.feed(ids, attention_mask=longer),
+    )
+    plain = Loop(loop.model)
+    expected = plain.feed(batch["input_ids"], attention_mask=mask.long()), plain.feed(ids)
+    torch.testing.assert_close(logits, expected, equal_nan=True)
 
 
 @pytest.mark.parametrize("budget", [10, 40])
