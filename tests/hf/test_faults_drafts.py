@@ -130,6 +130,8 @@ def test_b50_rejected_drafts_of_a_sparse_assistant(policy, kind, kwargs, model):
 
     Its prompt is evicted one token early: the last one is taken back with the first drafts.
     """
+    if kwargs and cache_key(model) == "past_key_values":
+        pytest.skip("transformers 5.17 feeds the whole text again in every round of chunks")
     ids = prompt(30)
     draft = patched(draft_model(kind), policy, 14, defer_eviction=bool(kwargs))
     run, drafts, cache = assisted(model, draft, ids, 14, **kwargs)
