@@ -110,6 +110,10 @@ def test_nothing_is_asked_for() -> None:
     [
         ({"policy": "snapkv"}, "with budget"),
         ({"policy": "nope", "budget": 1}, "policy to be one of"),
+        ({"policy": ["snapkv"], "budget": 512}, "policy to be one of"),
+        ({"policy": {"snapkv": 1}, "budget": 512}, "policy to be one of"),
+        ({"policy": "snapkv", "budget": 512, "options": None}, "options to be a mapping"),
+        ({"policy": "snapkv", "budget": 512, "options": ["window"]}, "options to be a mapping"),
         ({"policy": "tova", "budget": 512, "options": {"window": 3}}, "options of tova"),
         ({"policy": "snapkv", "budget": 512, "options": {"tiers": 2}}, "options of snapkv"),
         (
@@ -142,3 +146,26 @@ def test_settings_that_are_refused(entry: dict, match: str) -> None:
 def test_budgets_of_broken_blocks(settings: Settings) -> None:
     with pytest.raises(ValueError, match="whole blocks of 32"):
         settings.layout(32)
+
+
+@pytest.mark.parametrize("block_size", [0, -32, "32", 16.0, None, True])
+def test_block_sizes_that_are_refused(block_size: object) -> None:
+    with pytest.raises(ValueError, match="expected block_size to be an integer >= 1, got"):
+        Settings("snapkv", 512).layouts(block_size)
+
+
+@pytest.mark.parametrize(
+    ("budget", "recent", "sinks", "fits"),
+    [
+        (1024, 960, 512, "recent=512 or budget=1472"),
+        (256, 192, 65, "recent=160 or budget=288"),
+        (128, 96, 128, "beside 96 recent ones of budget 128: budget=224"),
+    ],
+)
+def test_all_sinks_are_pinned(budget: int, recent: int, sinks: int, fits: str) -> None:
+    """As many as asked for, or a refusal that says what would pin them."""
+    options = {"sinks": sinks}
+    with pytest.raises(ValueError, match=f"expected room for {sinks} sinks, got .*{fits} would do"):
+        Settings("streaming", budget, 1, recent, options=options).layout(32)
+    enough = Settings("streaming", recent + 512, 1, recent, options=options).layout(32)
+    assert enough.pinned_blocks * 32 == 512 >= sinks and enough.recent == recent
