@@ -15,7 +15,7 @@ from typing import Any
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
-from vllm.v1.kv_cache_interface import SlidingWindowSpec
+from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
 
 from sparsekv.vllm.layout import Layout
 from sparsekv.vllm.settings import Settings
@@ -72,6 +72,14 @@ class PinnedWindowSpec(SlidingWindowSpec):
         if self.grows or not self.chunk:
             return whole
         return min(whole, self.layout.most_blocks_read_chunked(self.chunk))
+
+    def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
+        """Whether all layers hold alike: those that pin more or less are no group of vLLM's."""
+        ours = (self.layout, self.chunk)
+        return all(
+            isinstance(spec, PinnedWindowSpec) and (spec.layout, spec.chunk) == ours
+            for spec in kv_cache_specs.values()
+        )
 
 
 @dataclass(slots=True)
