@@ -84,14 +84,17 @@ class PinnedWindowSpec(SlidingWindowSpec):
 
 @dataclass(slots=True)
 class _Progress:
-    """Tokens of a request: cached before its last step (`begun`), and after it; what its blocks
-    have room for; with how many cached the next block must go, as far as that is known.
+    """Tokens of a request: cached before its last step (`begun`), and after it; of its prompt in
+    that step; what its blocks have room for; with how many cached the next block must go, as far as
+    that is known. complete: its prompt, in a session the first one, has been read.
     """
 
     begun: int = 0
     allocated: int = 0
+    prompt: int = 0
     room: int = 0
     next_cut: float = 0
+    complete: bool = False
 
 
 class PinnedWindowManager(SingleTypeKVCacheManager):
@@ -142,18 +145,25 @@ class PinnedWindowManager(SingleTypeKVCacheManager):
     ) -> None:
         """Free what the layout did not hold any more in the request's last step."""
         known = self._progress.get(request_id)
-        if known is None or num_prompt_tokens is None or known.begun < known.next_cut:
+        if known is None or num_prompt_tokens is None:
+            return
+        prompt = known.prompt or num_prompt_tokens
+        if num_prompt_tokens != known.prompt:
+            if known.prompt:  # a session goes on, without the steps that ran ahead of its answer
+                known.allocated = min(known.allocated, processed_computed_tokens)
+            known.prompt = num_prompt_tokens
+        if known.begun < known.next_cut:
             return
         begun, layout = known.begun, self.layout
         # A preempted request is read again from its start, generated tokens included.
-        prompt = max(num_prompt_tokens, self._replays.get(request_id, 0))
-        if begun < prompt and not layout.chunked:
+        known.complete |= begun >= max(prompt, self._replays.get(request_id, 0))
+        if not known.complete and not layout.chunked:
             return
-        first = layout.first_recent(min(begun, num_prompt_tokens) if layout.grows else begun)
+        first = layout.first_recent(min(begun, prompt) if layout.grows else begun)
         self._remove_blocks_in_range(request_id, layout.pinned_blocks, first)
         if not layout.grows:
             known.next_cut = layout.recent + (first + 1) * layout.block_size
-        elif begun >= prompt:
+        elif known.complete:
             known.next_cut = float("inf")
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:

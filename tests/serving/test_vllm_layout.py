@@ -72,12 +72,22 @@ def test_a_prompt_holds_everything() -> None:
 
 def test_slots_are_kept_and_given_again() -> None:
     slots = Slots(2)
-    first = slots.of([7, 9]).tolist()
-    assert sorted(first) == [0, 1] and slots.of([9, 7]).tolist() == first[::-1]
-    assert slots.of([7]).tolist() == first[:1]
-    assert slots.of([7, 11]).tolist() == [first[0], first[1]]  # 9 is gone
+    first = slots.of([7, 9], [0, 0]).tolist()
+    assert sorted(first) == [0, 1] and slots.of([9, 7], [5, 5]).tolist() == first[::-1]
+    assert slots.of([7], [6]).tolist() == first[:1]
+    assert slots.of([7, 11], [7, 0]).tolist() == [first[0], first[1]]  # 9 is gone
     with pytest.raises(ValueError, match="at most 2 requests"):
-        slots.of([1, 2, 3])
+        slots.of([1, 2, 3], [0, 0, 0])
+
+
+def test_a_session_that_has_lost_its_slot() -> None:
+    """Somebody else's state would be taken for its own; vLLM's warm-ups have no block at all."""
+    slots = Slots(2)
+    slots.of([0], [8])
+    slots.of([7], [0])
+    slots.of([9, 11], [0, 0])
+    with pytest.raises(ValueError, match="one of 5 tokens whose state is gone"):
+        slots.of([7], [5])
 
 
 @pytest.mark.parametrize(
