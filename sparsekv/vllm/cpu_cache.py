@@ -41,8 +41,10 @@ def key_order(isa: str, dtype: torch.dtype, block_size: int, head_dim: int) -> T
     """Place of key number (token, channel) among the block_size * D of a head, int64 [size * D]."""
     token = torch.arange(block_size)[:, None].expand(-1, head_dim)
     channel = torch.arange(head_dim)[None, :].expand(block_size, -1)
-    found = [_written(isa, x.to(dtype), block_size) for x in (token, channel)]  # exact up to 256
-    number = found[0].long() * head_dim + found[1].long()
+    # A byte at a time: bfloat16 has whole numbers up to 256 only.
+    parts = (token // 256, token % 256, channel // 256, channel % 256)
+    high_t, low_t, high_c, low_c = (_written(isa, x.to(dtype), block_size).long() for x in parts)
+    number = (high_t * 256 + low_t) * head_dim + high_c * 256 + low_c
     if not torch.equal(number.sort().values, torch.arange(len(number))):
         raise ValueError(f"expected keys that stay inside their block, got another layout ({isa})")
     return number.argsort()

@@ -9,7 +9,8 @@ compute the same two numbers. With P pinned blocks of `block_size` tokens, and c
 
 Until its prompt is complete a request holds everything (f = P), unless it is read *chunked*: then f
 moves with every chunk, before the next one is read. Where a policy only grows after the prompt, c
-stays the prompt's length from then on.
+stays the prompt's length from then on. A session whose inputs come one by one has one prompt, the
+first: what comes later is held as generated tokens are.
 """
 
 from __future__ import annotations
@@ -74,14 +75,16 @@ class RowState:
         prefilling: whether the prompt was incomplete then, [B].
         """
         pinned = self.layout.pinned_blocks
-        whole = computed == 0 if self.layout.chunked else prefilling
+        # The prompt of a session grows: it is incomplete again when most of it has gone.
+        fresh, complete = computed == 0, self._complete[slots]
+        whole = fresh if self.layout.chunked else prefilling & (fresh | ~complete)
         before = np.where(whole, pinned, np.maximum(self.recent_from[slots], pinned))
         now = np.maximum(before, (computed - self.layout.recent) // self.layout.block_size)
         if self.layout.grows:
-            now = np.where(self._complete[slots], before, now)
+            now = np.where(complete & ~fresh, before, now)
         now = np.where(whole, pinned, now)
         self.recent_from[slots] = np.where(whole, 0, now)
-        self._complete[slots] = ~prefilling
+        self._complete[slots] = ~prefilling | (complete & ~fresh)
         return before, now
 
 
@@ -89,18 +92,27 @@ class Slots:
     """Numbers for requests that are known only by the first block of theirs, at most `count`.
 
     A block belongs to one request at a time. New requests are admitted only in a step in which all
-    running ones are scheduled, so a key that is absent then belongs to a request that is gone.
+    running ones are scheduled, so a key that is absent then belongs to a request that is gone, or
+    to a session that waits for input: the oldest ones lose their slots.
     """
 
     def __init__(self, count: int) -> None:
         self._free = list(range(count))[::-1]
         self._slot: dict[int, int] = {}  # in order of last use
 
-    def of(self, keys: list[int]) -> Ints:
-        """The slot of each key, int64 [B]. Raises ValueError for more keys than slots."""
-        for key in keys:
+    def of(self, keys: list[int], computed: list[int]) -> Ints:
+        """The slot of each key, int64 [B]; computed: tokens that its request has in the cache.
+
+        Raises ValueError for more keys than slots, and for a request that has lost its slot.
+        """
+        for key, cached in zip(keys, computed, strict=True):
             if key in self._slot:
                 self._slot[key] = self._slot.pop(key)
+            elif key and cached:  # 0: vLLM's null block, in warm-ups
+                raise ValueError(
+                    f"expected a session to go on before {len(self._slot)} other requests have "
+                    f"come, got one of {cached} tokens whose state is gone: raise max_num_seqs"
+                )
         wanted = set(keys)
         for key in keys:
             if key not in self._slot:

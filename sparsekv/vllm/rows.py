@@ -62,7 +62,7 @@ class Tracker:
         prefilling = common.is_prefilling[:rows].numpy()
         if not (prefilling | (computed > 0)).any():
             return None
-        slots = self._slots_of(common, rows)
+        slots = self._slots_of(common, computed)
         before, now = self.state.advance(slots, computed, prefilling)
         return Step(slots, query_start, computed, before, now)
 
@@ -71,7 +71,8 @@ class Tracker:
         queries = common.query_start_loc_cpu.diff()[: common.num_reqs]
         return int((queries > 0).sum())
 
-    def _slots_of(self, common: Any, rows: int) -> Ints:
+    def _slots_of(self, common: Any, computed: Ints) -> Ints:
+        rows = len(computed)
         table_rows = getattr(common, "req_idx", None)
         if table_rows is not None:
             return np.asarray(table_rows[:rows], dtype=np.int64)
@@ -80,7 +81,7 @@ class Tracker:
                 "expected a model runner that numbers its requests (V2: "
                 "VLLM_USE_V2_MODEL_RUNNER=1), got one that does not"
             )
-        return self._slots.of(common.block_table_tensor[:rows, 0].tolist())
+        return self._slots.of(common.block_table_tensor[:rows, 0].tolist(), computed.tolist())
 
 
 def shorten(step: Step, layout: Layout, common: Any) -> tuple[Tensor, Tensor]:

@@ -50,10 +50,12 @@ class Settings:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.policy not in DEFAULTS:
+        if not isinstance(self.policy, str) or self.policy not in DEFAULTS:
             raise ValueError(
                 f"expected policy to be one of {', '.join(DEFAULTS)}, got {self.policy!r}"
             )
+        if not isinstance(self.options, Mapping):
+            raise ValueError(f"expected options to be a mapping, got {self.options!r}")
         positive("budget", self.budget)
         positive("full_layers", self.full_layers, at_least=0)
         if self.recent is not None:
@@ -106,6 +108,7 @@ class Settings:
 
     def layouts(self, block_size: int) -> tuple[Layout, ...]:
         """The layout of each tier."""
+        positive("block_size", block_size)
         recent = self._recent(block_size)
         pinned = self.budget - recent
         if pinned < block_size or pinned % block_size:
@@ -119,6 +122,15 @@ class Settings:
                 f"got {recent} of budget {self.budget}"
             )
         method, blocks = self.method, [pinned // block_size]
+        if isinstance(method, Streaming) and pinned < method.sinks:
+            wanted = -(-method.sinks // block_size) * block_size
+            fits = f"budget={wanted + recent}"
+            if wanted < self.budget:
+                fits = f"recent={self.budget - wanted} or {fits}"
+            raise ValueError(
+                f"expected room for {method.sinks} sinks, got {pinned} tokens beside {recent} "
+                f"recent ones of budget {self.budget}: {fits} would do"
+            )
         if isinstance(method, Pyramid):
             blocks = tier_blocks(blocks[0], block_size, self.tiers, method.beta)
         grows = isinstance(method, SnapKV)

@@ -15,7 +15,7 @@ from typing import Any
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
-from vllm.v1.kv_cache_interface import SlidingWindowSpec
+from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
 
 from sparsekv.vllm.layout import Layout
 from sparsekv.vllm.settings import Settings
@@ -73,17 +73,28 @@ class PinnedWindowSpec(SlidingWindowSpec):
             return whole
         return min(whole, self.layout.most_blocks_read_chunked(self.chunk))
 
+    def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
+        """Whether all layers hold alike: those that pin more or less are no group of vLLM's."""
+        ours = (self.layout, self.chunk)
+        return all(
+            isinstance(spec, PinnedWindowSpec) and (spec.layout, spec.chunk) == ours
+            for spec in kv_cache_specs.values()
+        )
+
 
 @dataclass(slots=True)
 class _Progress:
-    """Tokens of a request: cached before its last step (`begun`), and after it; what its blocks
-    have room for; with how many cached the next block must go, as far as that is known.
+    """Tokens of a request: cached before its last step (`begun`), and after it; of its prompt in
+    that step; what its blocks have room for; with how many cached the next block must go, as far as
+    that is known. complete: its prompt, in a session the first one, has been read.
     """
 
     begun: int = 0
     allocated: int = 0
+    prompt: int = 0
     room: int = 0
     next_cut: float = 0
+    complete: bool = False
 
 
 class PinnedWindowManager(SingleTypeKVCacheManager):
@@ -134,18 +145,25 @@ class PinnedWindowManager(SingleTypeKVCacheManager):
     ) -> None:
         """Free what the layout did not hold any more in the request's last step."""
         known = self._progress.get(request_id)
-        if known is None or num_prompt_tokens is None or known.begun < known.next_cut:
+        if known is None or num_prompt_tokens is None:
+            return
+        prompt = known.prompt or num_prompt_tokens
+        if num_prompt_tokens != known.prompt:
+            if known.prompt:  # a session goes on, without the steps that ran ahead of its answer
+                known.allocated = min(known.allocated, processed_computed_tokens)
+            known.prompt = num_prompt_tokens
+        if known.begun < known.next_cut:
             return
         begun, layout = known.begun, self.layout
         # A preempted request is read again from its start, generated tokens included.
-        prompt = max(num_prompt_tokens, self._replays.get(request_id, 0))
-        if begun < prompt and not layout.chunked:
+        known.complete |= begun >= max(prompt, self._replays.get(request_id, 0))
+        if not known.complete and not layout.chunked:
             return
-        first = layout.first_recent(min(begun, num_prompt_tokens) if layout.grows else begun)
+        first = layout.first_recent(min(begun, prompt) if layout.grows else begun)
         self._remove_blocks_in_range(request_id, layout.pinned_blocks, first)
         if not layout.grows:
             known.next_cut = layout.recent + (first + 1) * layout.block_size
-        elif begun >= prompt:
+        elif known.complete:
             known.next_cut = float("inf")
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:

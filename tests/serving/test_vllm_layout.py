@@ -72,12 +72,22 @@ def test_a_prompt_holds_everything() -> None:
 
 def test_slots_are_kept_and_given_again() -> None:
     slots = Slots(2)
-    first = slots.of([7, 9]).tolist()
-    assert sorted(first) == [0, 1] and slots.of([9, 7]).tolist() == first[::-1]
-    assert slots.of([7]).tolist() == first[:1]
-    assert slots.of([7, 11]).tolist() == [first[0], first[1]]  # 9 is gone
+    first = slots.of([7, 9], [0, 0]).tolist()
+    assert sorted(first) == [0, 1] and slots.of([9, 7], [5, 5]).tolist() == first[::-1]
+    assert slots.of([7], [6]).tolist() == first[:1]
+    assert slots.of([7, 11], [7, 0]).tolist() == [first[0], first[1]]  # 9 is gone
     with pytest.raises(ValueError, match="at most 2 requests"):
-        slots.of([1, 2, 3])
+        slots.of([1, 2, 3], [0, 0, 0])
+
+
+def test_a_session_that_has_lost_its_slot() -> None:
+    """Somebody else's state would be taken for its own; vLLM's warm-ups have no block at all."""
+    slots = Slots(2)
+    slots.of([0], [8])
+    slots.of([7], [0])
+    slots.of([9, 11], [0, 0])
+    with pytest.raises(ValueError, match="one of 5 tokens whose state is gone"):
+        slots.of([7], [5])
 
 
 @pytest.mark.parametrize(
@@ -110,6 +120,10 @@ def test_nothing_is_asked_for() -> None:
     [
         ({"policy": "snapkv"}, "with budget"),
         ({"policy": "nope", "budget": 1}, "policy to be one of"),
+        ({"policy": ["snapkv"], "budget": 512}, "policy to be one of"),
+        ({"policy": {"snapkv": 1}, "budget": 512}, "policy to be one of"),
+        ({"policy": "snapkv", "budget": 512, "options": None}, "options to be a mapping"),
+        ({"policy": "snapkv", "budget": 512, "options": ["window"]}, "options to be a mapping"),
         ({"policy": "tova", "budget": 512, "options": {"window": 3}}, "options of tova"),
         ({"policy": "snapkv", "budget": 512, "options": {"tiers": 2}}, "options of snapkv"),
         (
@@ -142,3 +156,26 @@ def test_settings_that_are_refused(entry: dict, match: str) -> None:
 def test_budgets_of_broken_blocks(settings: Settings) -> None:
     with pytest.raises(ValueError, match="whole blocks of 32"):
         settings.layout(32)
+
+
+@pytest.mark.parametrize("block_size", [0, -32, "32", 16.0, None, True])
+def test_block_sizes_that_are_refused(block_size: object) -> None:
+    with pytest.raises(ValueError, match="expected block_size to be an integer >= 1, got"):
+        Settings("snapkv", 512).layouts(block_size)
+
+
+@pytest.mark.parametrize(
+    ("budget", "recent", "sinks", "fits"),
+    [
+        (1024, 960, 512, "recent=512 or budget=1472"),
+        (256, 192, 65, "recent=160 or budget=288"),
+        (128, 96, 128, "beside 96 recent ones of budget 128: budget=224"),
+    ],
+)
+def test_all_sinks_are_pinned(budget: int, recent: int, sinks: int, fits: str) -> None:
+    """As many as asked for, or a refusal that says what would pin them."""
+    options = {"sinks": sinks}
+    with pytest.raises(ValueError, match=f"expected room for {sinks} sinks, got .*{fits} would do"):
+        Settings("streaming", budget, 1, recent, options=options).layout(32)
+    enough = Settings("streaming", recent + 512, 1, recent, options=options).layout(32)
+    assert enough.pinned_blocks * 32 == 512 >= sinks and enough.recent == recent

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from engines import needs_vllm
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsekv.vllm.layout import Layout
+from sparsekv.vllm.layout import Layout, RowState
 
 pytestmark = needs_vllm
 
@@ -94,4 +95,49 @@ def test_blocks_held(layout, prompts, chunk, new, preempted) -> None:
             asked.last, asked.computed = asked.computed, asked.computed + tokens
     for asked in every:
         pool.free_blocks(manager.pop_blocks_for_free(asked.name))
+    assert pool.get_num_free_blocks() == free and not manager._progress
+
+
+@given(
+    layout=layouts,
+    turns=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=2, max_size=4),
+    chunk=st.integers(1, 9),
+    ahead=st.booleans(),
+)
+def test_sessions(layout, turns, chunk, ahead) -> None:
+    """Inputs that come one by one, whose prompt grows: the worker's rows hold what the manager
+    does. Not a block goes that is read, nor one that only the first prompt's end would let go.
+
+    ahead: one step more than the answer wants is run in each turn, and dropped.
+    """
+    manager, pool = manager_of(layout)
+    free = pool.get_num_free_blocks()
+    asked, state, slot = Asked("s", 0), RowState(layout, 2), np.array([1])
+    now, first, dropped = layout.pinned_blocks, None, False
+    for length, new in turns:
+        asked.prompt = asked.again = end = asked.computed + length
+        steps = [min(chunk, end - i) for i in range(asked.computed, end, chunk)]
+        for tokens in steps + [1] * (new - 1 + ahead):
+            step(manager, pool, asked, tokens)
+            blocks = manager.req_to_blocks["s"]
+            gone = [j for j, block in enumerate(blocks) if block.is_null]
+            if dropped:  # it may be a step later still
+                assert gone == list(range(layout.pinned_blocks, layout.pinned_blocks + len(gone)))
+                assert layout.pinned_blocks + len(gone) <= now
+            else:
+                assert gone == list(range(layout.pinned_blocks, now))
+            prefilling = np.array([asked.computed < asked.prompt])
+            before, after = state.advance(slot, np.array([asked.computed]), prefilling)
+            assert before[0] == now <= after[0]
+            now = int(after[0])
+            if first is None and not prefilling[0]:
+                first = asked.computed
+            if first is not None and not layout.grows:
+                assert now >= layout.first_recent(asked.computed)
+            if first is not None and layout.grows:
+                assert now == layout.first_recent(first)
+            asked.last, asked.computed = asked.computed, asked.computed + tokens
+        asked.computed -= ahead
+        dropped = ahead
+    pool.free_blocks(manager.pop_blocks_for_free("s"))
     assert pool.get_num_free_blocks() == free and not manager._progress

@@ -100,6 +100,14 @@ def test_options(text: str, value: object) -> None:
 
 
 @needs_vllm
+@pytest.mark.parametrize("name", ["budget", "recent", "policy", "model", "block_size"])
+def test_options_of_serve_itself(name: str) -> None:
+    done = CliRunner().invoke(APP, ["serve", "somewhere", "--option", f"{name}=5", "--dry-run"])
+    assert done.exit_code == 2, done.exception
+    assert f"a hyper-parameter of the policy, got {name}" in done.output
+
+
+@needs_vllm
 def test_plan_and_command() -> None:
     line = ["serve", model(), "--policy", "streaming", "--budget", "384", "--option", "sinks=128"]
     done = CliRunner().invoke(APP, [*line, "--dry-run", "--port", "8123"])

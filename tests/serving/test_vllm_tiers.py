@@ -101,3 +101,43 @@ def test_a_backend_knows_its_tier(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings_of(specs[1], names[1:2], made) == settings
     with pytest.raises(ValueError, match=r"expected model\.layers\.5"):
         settings_of(specs[1], names[1:3], made)
+
+
+@needs_vllm
+def test_tiers_are_groups_without_a_full_layer() -> None:
+    """vLLM puts windows of one length into one group, which then holds what its largest tier does.
+
+    Alike in all but one thing: two groups; in everything: one.
+    """
+    from dataclasses import replace
+
+    import torch
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+
+    from sparsekv.vllm.register import register
+    from sparsekv.vllm.spec import PinnedWindowSpec
+
+    register()
+    one = PinnedWindowSpec(
+        block_size=32, num_kv_heads=2, head_size=64, dtype=torch.float32,
+        sliding_window=32, pinned_tokens=64, grows=True, chunk=0,
+    )  # fmt: skip
+
+    def groups(*specs: PinnedWindowSpec) -> list[list[str]]:
+        made = SimpleNamespace(
+            scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+            cache_config=SimpleNamespace(
+                get_resolved_kv_cache_layout=lambda: SimpleNamespace(is_block_outermost=False)
+            ),
+            speculative_config=None,
+        )
+        layers = {f"layers.{i}": spec for i, spec in enumerate(specs)}
+        return [group.layer_names for group in get_kv_cache_groups(made, layers)]
+
+    assert groups(one, one, one) == [["layers.0", "layers.1", "layers.2"]]
+    for other in (
+        replace(one, pinned_tokens=96), replace(one, grows=False), replace(one, chunk=512),
+        replace(one, sliding_window=64),
+    ):  # fmt: skip
+        assert groups(one, other) == [["layers.0"], ["layers.1"]]
+    assert len(groups(*(replace(one, pinned_tokens=32 * n) for n in (4, 3, 2, 1)))) == 4
