@@ -55,10 +55,7 @@ def serve(
     check_installed()
     options = dict(parse_option(text) for text in option or ())
     if own := sorted(set(options) & set(context.params)):
-        raise ValueError(
-            f"expected --option with a hyper-parameter of the policy, got {', '.join(own)}: "
-            "sparsekv serve has options of its own for that"
-        )
+        raise ValueError(f"expected --option with a hyper-parameter of the policy, got {own}")
     kwargs = llm_kwargs(
         model, policy=policy, budget=budget, full_layers=full_layers, recent=recent,
         prefill=prefill, block_size=block_size, **options,

@@ -104,7 +104,7 @@ def test_options(text: str, value: object) -> None:
 def test_options_of_serve_itself(name: str) -> None:
     done = CliRunner().invoke(APP, ["serve", "somewhere", "--option", f"{name}=5", "--dry-run"])
     assert done.exit_code == 2, done.exception
-    assert f"a hyper-parameter of the policy, got {name}" in done.output
+    assert f"a hyper-parameter of the policy, got ['{name}']" in done.output
 
 
 @needs_vllm
