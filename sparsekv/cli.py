@@ -31,6 +31,7 @@ from sparsekv.evaluation.cli import register as register_eval
 from sparsekv.generation import Run, encode, generate_shown
 from sparsekv.kernels._quant import check_kv_dtype
 from sparsekv.lm_harness.cli import register as register_lm_eval
+from sparsekv.options import check_folder
 from sparsekv.plotting import pyplot
 from sparsekv.policies import Duo, Planned, get_policy
 from sparsekv.policies.budgets import parse_budget
@@ -204,13 +205,7 @@ def _check_before_work(max_new_tokens: int, json_file: Path | None, kv_dtype: st
     if max_new_tokens < 1:
         raise ValueError(f"expected --max-new-tokens >= 1, got {max_new_tokens}")
     if json_file is not None:
-        _check_folder("--json", json_file)
-
-
-def _check_folder(option: str, file: Path) -> None:
-    """Refuse a file that could not be written at the end."""
-    if not file.parent.is_dir():
-        raise ValueError(f"expected {option} in a folder that exists, got {str(file)!r}")
+        check_folder("--json", json_file)
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:
@@ -276,7 +271,7 @@ def show_kept_command(
     chosen, size = read_policy(policy, gates, plan), parse_budget(budget)
     text = demo_prompt() if prompt is None else _read_prompt(None, prompt)
     pyplot("the picture")  # before the model is loaded
-    _check_folder("--out", out)
+    check_folder("--out", out)
     with spinning("loading the model"):
         network, tokenizer = models.load(model, device, dtype)
     ids = encode(tokenizer, text, chat=False)
@@ -295,7 +290,7 @@ def gates(
     dtype: Dtype = "auto",
 ) -> None:
     """Measure on texts which heads the policy duo may let stream, for --policy duo --gates."""
-    _check_folder("--out", out)
+    check_folder("--out", out)
     read = [_read_prompt(None, file) for file in texts or ()] or [demo_prompt()]
     with spinning("loading the model"):
         network, tokenizer = models.load(model, device, dtype)

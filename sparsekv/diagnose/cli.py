@@ -16,6 +16,7 @@ from sparsekv.diagnose.heads import HeadTable, attention
 from sparsekv.diagnose.massive_files import write_massive
 from sparsekv.diagnose.planning import LATER, MeasuredPlan, make_plan, write_plan
 from sparsekv.diagnose.texts import Text, first_ids, read_texts, stretches, token_texts
+from sparsekv.options import check_folder
 from sparsekv.plotting import pyplot
 from sparsekv.policies.base import one_of
 from sparsekv.policies.budgets import parse_budget
@@ -177,8 +178,7 @@ def _plan(
     budget = parse_budget(keep)
     one_of("per", per, ("auto", "layer", "head"))
     one_of("measure", measure, ("error", "mass"))
-    if not out.parent.is_dir():
-        raise ValueError(f"expected --out in a folder that exists, got {str(out)!r}")
+    check_folder("--out", out)
     read = read_texts(files)
     network, tokenizer = _load(model, device, dtype)
     parts = [stretches(tokenizer, text, tokens, later, most, repeat=not goes_on) for text in read]

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 from transformers import PreTrainedModel
 from transformers.generation import GenerationMode
 
+from sparsekv.cache.pages import check_page_size
 from sparsekv.hf.attention import NAME, register
 from sparsekv.hf.cache import SparseCache
 from sparsekv.hf.check import (
@@ -28,7 +29,6 @@ from sparsekv.hf.check import (
 from sparsekv.hf.compat import cache_key, tp_size
 from sparsekv.hf.extra_passes import prefill
 from sparsekv.hf.graph import GraphedDecode, can_graph
-from sparsekv.hf.options import check_options
 from sparsekv.hf.parts import UNDO, model_parts
 from sparsekv.hf.pruning import decoder_layers, install_hooks, prove_pruning
 from sparsekv.hf.traced import CompiledForward, bound_forward
@@ -99,7 +99,7 @@ def patch(
     """
     chosen = get_policy(policy)
     resolve_budget(budget, 1)
-    check_options(page_size, defer_eviction)
+    check_page_size(page_size)
     check_config(model)
     _check_policy(model, chosen, defer_eviction)
     previous = model.__dict__.get(_RECORD)
@@ -140,7 +140,9 @@ def _own_attention(model: PreTrainedModel) -> str:
 
 
 def _check_policy(model: PreTrainedModel, policy: Policy, defer_eviction: bool) -> None:
-    """Refuse a policy that lacks what it needs, of its own or of the model."""
+    """Refuse a policy that lacks what it needs, of its own, of the model or of the arguments."""
+    if not isinstance(defer_eviction, bool):
+        raise ValueError(f"expected defer_eviction to be True or False, got {defer_eviction!r}")
     policy.ready()
     if policy.prefill_block is not None and defer_eviction:
         raise ValueError(

@@ -91,9 +91,7 @@ def sparse_layers(config: Any, settings: Settings) -> list[str]:
         raise ValueError("expected no dual chunk attention: it has a backend of its own")
     tier_of(count - 1, count, settings.full_layers, settings.tiers)
     _check_architecture(getattr(config, "architectures", None) or ())
-    return ["full_attention"] * settings.full_layers + ["sliding_attention"] * (
-        count - settings.full_layers
-    )
+    return settings.layer_types(count)
 
 
 def _of_architecture(config: Any) -> dict[str, Any]:

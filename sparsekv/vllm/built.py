@@ -51,13 +51,12 @@ class Built:
 
 def _check_layers(config: Any, settings: Settings) -> None:
     """ValueError unless the model was told which of its layers are sparse, as `llm_kwargs` does."""
-    told = list(getattr(config, "layer_types", None) or ())
-    sparse = config.num_hidden_layers - settings.full_layers
-    if told != ["full_attention"] * settings.full_layers + ["sliding_attention"] * sparse:
+    told, count = list(getattr(config, "layer_types", None) or ()), config.num_hidden_layers
+    if told != settings.layer_types(count):
         raise ValueError(
             f"expected hf_overrides with the layer_types of llm_kwargs, {settings.full_layers} "
-            f"full and {sparse} sparse layers, got {sorted(set(told)) or 'none'}: other overrides "
-            "belong beside them, not in their place"
+            f"full and {count - settings.full_layers} sparse layers, got "
+            f"{sorted(set(told)) or 'none'}: other overrides belong beside them, not in their place"
         )
 
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sparsekv.options import json_object
 from sparsekv.vllm.arguments import read_config
 from sparsekv.vllm.layout import Layout
 from sparsekv.vllm.settings import Settings, parse
@@ -65,12 +66,7 @@ def _taken(option: str, extra: list[str]) -> tuple[list[str], list[str]]:
 def _merged(option: str, ours: Mapping[str, Any], given: Sequence[str]) -> dict[str, Any]:
     merged = dict(ours)
     for text in given:
-        try:
-            more = json.loads(text)
-        except ValueError:
-            more = None
-        if not isinstance(more, dict):
-            raise ValueError(f"expected {option} to be a JSON object, got {text!r}")
+        more = json_object(text, option)
         if both := sorted(key for key in more if key in ours and more[key] != ours[key]):
             raise ValueError(f"expected {option} without {', '.join(both)}, which sparsekv sets")
         merged |= more

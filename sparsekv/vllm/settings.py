@@ -102,6 +102,11 @@ class Settings:
             return method.window_rows
         return 1 if isinstance(method, TOVA) else 0
 
+    def layer_types(self, count: int) -> list[str]:
+        """What vLLM is told of `count` layers: sparse ones are windowed."""
+        sparse = count - self.full_layers
+        return ["full_attention"] * self.full_layers + ["sliding_attention"] * sparse
+
     def layout(self, block_size: int, tier: int = 0) -> Layout:
         """Pinned blocks and recent tokens that make up the budget; ValueError if none do."""
         return self.layouts(block_size)[tier]

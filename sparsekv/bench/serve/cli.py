@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sparsekv.options import json_object
+
 if TYPE_CHECKING:
     from sparsekv.bench.results import Row
     from sparsekv.bench.serve.options import Choice
@@ -125,7 +127,7 @@ def serve(
     from sparsekv.bench.serve.run import Run, Settings
 
     todo = options.workloads(lengths, concurrency, rounds, ramp, rates, requests)
-    more = options.json_object(engine, "--engine")
+    more = json_object(engine, "--engine")
     settings = Settings(seed, warmup, timeout, seconds)
     run = Run(_record(out, shape or model, settings, more, commit, resume), settings, _tell)
     if base_url is not None:

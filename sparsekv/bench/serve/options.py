@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from sparsekv.bench.serve.workload import UNLIMITED, Length, Workload, closed, poisson
+from sparsekv.options import json_object
 
 Number = TypeVar("Number", int, float)
 _LENGTH = re.compile(r"(\d+)/(\d+)(?:@(\d+))?")
@@ -78,17 +78,6 @@ def kv_sizes(text: str) -> list[float | None]:
     if not words(text) or not all(0 < size < float("inf") for size in sizes.values()):
         raise ValueError(f"expected --kv-gib like 6,unlimited, got {text!r}")
     return [None if word == UNLIMITED else _short(sizes[word]) for word in words(text)]
-
-
-def json_object(text: str, option: str) -> dict[str, Any]:
-    """'{"a": 1}' -> {"a": 1}. Raises ValueError, naming the option, for anything else."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise ValueError(f"expected {option} to be a JSON object, got {text!r}")
-    return value
 
 
 def workloads(

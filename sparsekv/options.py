@@ -1,0 +1,24 @@
+"""Values on a command line that several commands take, checked before any work is done."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def check_folder(option: str, file: Path) -> None:
+    """Raise ValueError, naming the option, for a file that could not be written at the end."""
+    if not file.parent.is_dir():
+        raise ValueError(f"expected {option} in a folder that exists, got {str(file)!r}")
+
+
+def json_object(text: str, option: str) -> dict[str, Any]:
+    """'{"a": 1}' -> {"a": 1}. Raises ValueError, naming the option, for anything else."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError(f"expected {option} to be a JSON object, got {text!r}")
+    return value
