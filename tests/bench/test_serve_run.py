@@ -307,6 +307,7 @@ def test_plots(tmp_path: Path) -> None:
         (["--concurrency", "0"], "expected a concurrency >= 1, got 0"),
         (["--concurrency", ""], "expected --concurrency or --rates, got neither"),
         (["--rates", "nan"], "expected a rate of arrivals > 0"),
+        (["--rates", "2", "--lengths", "4/5@1"], "expected a length without @ for --rates 2"),
         (["--lengths", "4/5@0"], "expected a concurrency >= 1, got 0"),
         (["--rounds", "0"], "expected requests >= 1, got 0"),
         (["--kv-gib", "-1"], "expected --kv-gib like 6,unlimited, got '-1'"),

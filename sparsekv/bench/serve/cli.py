@@ -66,7 +66,8 @@ KVGib = Annotated[
     str, typer.Option(help="KV memory of a GPU in GiB, or unlimited: what vLLM takes. A list.")
 ]
 Lengths = Annotated[
-    str, typer.Option(help="Tokens in / out: 4000/500,16000/500; 32000/500@8: with 8 clients.")
+    str,
+    typer.Option(help="Tokens in / out: 4000/500,16000/500; 32000/500@8: just a closed loop of 8."),
 ]
 Concurrency = Annotated[str, typer.Option(help="Clients of the closed loops.")]
 Rounds = Annotated[int, typer.Option(help="Requests of each client.")]

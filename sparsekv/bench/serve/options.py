@@ -83,10 +83,16 @@ def kv_sizes(text: str) -> list[float | None]:
 def workloads(
     length: str, concurrency: str, rounds: int, ramp: float, rates: str, requests: int
 ) -> list[Workload]:
-    """All closed loops, then all Poisson arrivals. Raises ValueError if that is nothing."""
+    """All closed loops, then all Poisson arrivals.
+
+    Raises:
+        ValueError: nothing of either, or rates without a length to go with.
+    """
     found = lengths(length)
     clients = numbers(concurrency, int, "--concurrency")
     a_second = [_short(rate) for rate in numbers(rates, float, "--rates")]
+    if a_second and all(own is not None for _, _, own in found):
+        raise ValueError(f"expected a length without @ for --rates {rates}, got {length!r}")
     loops = list(closed(found, clients, rounds, _short(ramp)))
     every = [*loops, *poisson(found, a_second, requests)]
     if not every:

@@ -92,7 +92,8 @@ def prompts(workload: Workload, seed: int, vocab: int, what: str = "") -> list[l
 
 
 class Length(NamedTuple):
-    """Tokens in and out, and the clients of its closed loop; None: as many as of the others."""
+    """Tokens in and out. clients: of its closed loop, which is then all that is run of it; None: as
+    many as of the others."""
 
     prompt_tokens: int
     output_tokens: int
@@ -109,7 +110,7 @@ def closed(
 
 
 def poisson(lengths: Sequence[Length], rates: Sequence[float], requests: int) -> Iterator[Workload]:
-    """Arrivals for each length and rate."""
-    for prompt, new, _ in lengths:
-        for rate in rates:
+    """Arrivals for each rate and each length without clients of its own."""
+    for prompt, new, own in lengths:
+        for rate in rates if own is None else []:
             yield Workload(prompt, new, requests, rate=rate)
