@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import json
 import os
 import sys
@@ -223,6 +224,25 @@ def test_the_command_of_a_process() -> None:
     on_gpu = processes.Interpreter().command(plugins=False, offline=True)
     assert {"VLLM_PLUGINS=", "HF_HUB_OFFLINE=1"} <= set(on_gpu)
     assert not any(word.startswith("VLLM_CPU") for word in on_gpu)
+
+
+def test_policies_ask_the_vllm_of_another_folder(
+    plans: Plans, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`sparsekv.vllm.llm_kwargs` imports vLLM, which need not be installed beside this."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "elsewhere.py").write_text("BLOCK = 64\n")
+
+    def llm_kwargs(model: str, **settings: Any) -> dict[str, Any]:
+        return {"model": model, "block_size": importlib.import_module("elsewhere").BLOCK}
+
+    monkeypatch.setattr(sys.modules["sparsekv.vllm"], "llm_kwargs", llm_kwargs)
+    monkeypatch.delitem(sys.modules, "elsewhere", raising=False)
+    before = list(sys.path)
+    given = ("--shape", "tiny", "--modes", "layersplit", "--vllm-site", tmp_path / "site")
+    assert call(*SHORT, *given, "--out", tmp_path / "out").exit_code == 0
+    assert [plan["engine"]["block_size"] for plan in plans()] == [64]
+    assert sys.path == before
 
 
 # ---------------------------------------------------------------------- tables and targets

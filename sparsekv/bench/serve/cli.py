@@ -174,9 +174,11 @@ def _measure_modes(
         )
     on_gpu = torch.cuda.is_available()
     shared = engine_arguments(todo, shape, on_gpu, run.settings.seed) | choice.engine
+    interpreter = Interpreter(site, on_gpu)
     with _folder_of(model, shape) as path:
-        found = modes(path, choice, shared)
-        run.all(found, todo, Interpreter(site, on_gpu), offline=shape is not None)
+        with interpreter.packages():  # policies ask vLLM how it builds the model
+            found = modes(path, choice, shared)
+        run.all(found, todo, interpreter, offline=shape is not None)
 
 
 def _measure_server(

@@ -55,6 +55,17 @@ class Interpreter:
         flags += [_OFFLINE] if offline else []
         return ["env", *flags, sys.executable, "-m", _WORKER]
 
+    @contextlib.contextmanager
+    def packages(self) -> Iterator[None]:
+        """For the while, this process finds the packages of `site`, after its own."""
+        added = [] if self.site is None else [self.site]
+        sys.path.extend(added)
+        try:
+            yield
+        finally:
+            for entry in added:
+                sys.path.remove(entry)
+
 
 def follow(command: list[str], plan: dict[str, Any], folder: Path, log: Path) -> Iterator[Any]:
     """Start a worker on `plan` and yield its events as they come.
