@@ -23,6 +23,7 @@ SCRIPTS = ROOT / "experiments"
 sys.path.insert(0, str(SCRIPTS))
 
 import decode_time  # noqa: E402
+import full_evaluation  # noqa: E402
 import outcome  # noqa: E402
 import report  # noqa: E402
 import run_all  # noqa: E402
@@ -230,3 +231,21 @@ def test_the_page_is_what_the_tables_say() -> None:
     """Nobody writes numbers into docs/results.md."""
     written = report.PAGE.read_text(encoding="utf-8")
     assert written == report.page(report.RESULTS, report.PAGE), "python experiments/report.py"
+
+
+def test_the_full_evaluation_of_two_tasks(
+    options: units.Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process a task, then one table; without time left nothing is begun."""
+    given = [
+        "x", "--data", str(options.data), "--out", str(tmp_path), "--device", "cpu", "--jobs", "2",
+        "--model", str(options.model), "--samples", "1", "--tasks", "recall-1k", "lm-prose-2k",
+    ]  # fmt: skip
+    monkeypatch.setattr(full_evaluation, "POLICIES", ("full", "snapkv"))
+    monkeypatch.setattr(full_evaluation, "LAST", ("streaming",))
+    monkeypatch.setattr(sys, "argv", given)
+    assert full_evaluation.main() == 0
+    text = (tmp_path / "table.md").read_text()
+    assert "## recall-1k, question-aware" in text and "## lm-prose-2k, question-agnostic" in text
+    assert "| streaming | 64 |" in text and (tmp_path / "against-snapkv.csv").exists()
+    assert full_evaluation.run(["/nowhere"], tmp_path / "log", 0.0) == 0

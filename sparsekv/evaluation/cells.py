@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,6 +83,32 @@ def collect(records: Iterable[Record]) -> dict[Key, Cell]:
         if record.note is not None:
             cell.notes.add(record.note)
     return cells
+
+
+def common(cells: Mapping[Key, Cell]) -> dict[Key, Cell]:
+    """The cells of each task cut to the questions that all of them have answered.
+
+    Of a run that was stopped, every setting is then measured on the same questions. Refusals stay.
+
+    Raises:
+        ValueError: a task without such a question.
+    """
+    shared: dict[str, set[tuple[str, str]]] = {}
+    for cell in cells.values():
+        if cell.refused is None:
+            shared[cell.task] = shared.get(cell.task, set(cell.items)) & set(cell.items)
+    for task, keys in shared.items():
+        if not keys:
+            raise ValueError(
+                f"expected a question of {task} that every setting has answered, got none: "
+                "resume its run, or leave its folder out"
+            )
+    return {
+        key: replace(
+            cell, items={k: v for k, v in cell.items.items() if k in shared.get(cell.task, ())}
+        )
+        for key, cell in cells.items()
+    }
 
 
 def merged(folders: Sequence[Path]) -> tuple[dict[Key, Cell], list[Mapping[str, Any]]]:

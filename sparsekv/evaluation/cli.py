@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -47,6 +48,9 @@ Samples = Annotated[
 Full = Annotated[bool, typer.Option("--full/--smoke", help="The mode: which tasks and how much.")]
 Out = Annotated[Path, typer.Option(help="Folder for the results and the table.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the results in --out.")]
+Seconds = Annotated[
+    float | None, typer.Option(help="Begin no forward later; --resume goes on from there.")
+]
 BatchTokens = Annotated[
     int | None, typer.Option(help="Tokens of one forward: 8192 on a CPU, by its memory on a GPU.")
 ]
@@ -104,6 +108,7 @@ def _runner(parse_budget: Callable[[str], int | float]) -> Callable[..., None]:
         full: Full = False,
         out: Out = Path("sparsekv-eval"),
         resume: Resume = False,
+        seconds: Seconds = None,
         batch_tokens: BatchTokens = None,
         feed: Feed = "chunk",
         gates: Gates = None,
@@ -120,7 +125,8 @@ def _runner(parse_budget: Callable[[str], int | float]) -> Callable[..., None]:
         )  # fmt: skip
         if batch_tokens is not None and batch_tokens < 1:
             raise ValueError(f"expected --batch-tokens >= 1, got {batch_tokens}")
-        measure(wish, model, device, dtype, out, resume, batch_tokens, commit)
+        deadline = time.monotonic() + (float("inf") if seconds is None else seconds)
+        measure(wish, model, device, dtype, out, resume, batch_tokens, commit, deadline)
 
     return run
 
@@ -134,8 +140,9 @@ def measure(
     resume: bool,
     batch_tokens: int | None,
     commit: str | None,
+    deadline: float,
 ) -> None:
-    """Load, make the tasks, run, and write the table."""
+    """Load, make the tasks, run until the deadline (of time.monotonic), and write the table."""
     from sparsekv import models
     from sparsekv.bench.machine import describe
     from sparsekv.evaluation.results import Results
@@ -154,18 +161,23 @@ def measure(
     with Results(out, config, resume=resume) as results:
         with spinning("checking the policies"):
             session = Session.begin(wish, network, tokenizer, made, name)
-        _fill(session, results, tokens)
+        whole = _fill(session, results, tokens, deadline)
+    if not whole:
+        print("time is up: with --resume the same command goes on")
     write_table([out], out)
 
 
-def _fill(session: Session, results: Results, batch_tokens: int) -> None:
-    """Run everything under one progress bar."""
+def _fill(session: Session, results: Results, batch_tokens: int, deadline: float) -> bool:
+    """Run everything under one progress bar, or what there is time for; whether all is done."""
     from sparsekv.progress import counting
 
     with counting("starting", session.tasks[0].name, session.total) as steps:
         for task, count in session.fill(results, batch_tokens):
             steps.description = task
             steps.step(count)
+            if time.monotonic() > deadline:
+                return False
+    return True
 
 
 def table(
@@ -175,21 +187,28 @@ def table(
         str | None,
         typer.Option(help="A policy that all others are compared with, in a table of its own."),
     ] = None,
+    common: Annotated[
+        bool, typer.Option("--common", help="Only questions that every setting has answered.")
+    ] = False,
 ) -> None:
     """Make one table of several folders, such as shards by policy of one evaluation."""
-    write_table(folders, out, against)
+    write_table(folders, out, against, common)
 
 
-def write_table(folders: list[Path], out: Path, against: str | None = None) -> None:
+def write_table(
+    folders: list[Path], out: Path, against: str | None = None, common: bool = False
+) -> None:
     """Tables and the frontier plot of these folders, into `out`; their paths are printed."""
     from sparsekv.evaluation import against as beside
-    from sparsekv.evaluation.cells import merged
+    from sparsekv.evaluation import cells as made
     from sparsekv.evaluation.frontier import points
     from sparsekv.evaluation.lines import averages
     from sparsekv.evaluation.plots import draw_frontier
     from sparsekv.evaluation.table import write
 
-    cells, configs = merged(folders)
+    cells, configs = made.merged(folders)
+    if common:
+        cells = made.common(cells)
     for path in write(cells, configs, out):
         print(f"written: {path}")
     if against is not None:

@@ -101,6 +101,27 @@ def test_a_finished_run_has_nothing_to_resume(evaluated, folder):
     assert (evaluated / "results.jsonl").read_bytes() == before
 
 
+def test_a_run_that_stops_in_time_goes_on(folder, tmp_path):
+    """Nothing begins after --seconds; the rest comes with --resume, and --common cuts a table."""
+    line = [
+        "--model", folder, "--dtype", "float32", "--tasks", "icl-1k", "--samples", 2, "--policies",
+        "snapkv", "--budgets", 32, "--protocol", "question-aware", "--out", tmp_path / "out",
+        "--batch-tokens", 1,
+    ]  # fmt: skip
+    result = call(*line, "--seconds", 0)
+    assert result.exit_code == 0 and "time is up: with --resume the same" in result.stdout
+    assert not list(read_records(tmp_path / "out"))
+    common = ["table", tmp_path / "out", "--common", "--out", tmp_path / "table"]
+    assert call(*line, "--resume").exit_code == 0
+    assert call(*common).exit_code == 0
+    path = tmp_path / "out" / "results.jsonl"
+    lost = path.read_text().splitlines(keepends=True)[:-3]
+    path.write_text("".join(lost))
+    assert call(*common).exit_code == 0
+    rows = list(csv.DictReader((tmp_path / "table" / "table.csv").open()))
+    assert len({row["items"] for row in rows}) == 1 and rows[0]["items"] != "16"
+
+
 def test_help_names_the_options():
     result = CliRunner().invoke(cli.APP, ["eval", "run", "--help"], env={"COLUMNS": "200"})
     for option in ("--policies", "--budgets", "--protocol", "--resume", "--full", "--smoke"):

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from sparsekv.evaluation.cells import collect, merged
+from sparsekv.evaluation.cells import collect, common, merged
 from sparsekv.evaluation.frontier import Point, frontier, points
 from sparsekv.evaluation.lines import averages, lines
 from sparsekv.evaluation.plots import draw_frontier
@@ -102,6 +102,19 @@ def test_controls_stay_out_of_the_average():
     without, having = (averages(collect(r)) for r in ([*DENSE, *SNAP], [*DENSE, *SNAP, *control]))
     assert without == having
     assert "a control: it must not drop" in markdown(lines(collect(control)))
+
+
+def test_common_questions():
+    """Of a task what all its settings have answered; other tasks and refusals are left alone."""
+    cells = common(collect([*DENSE[1:], *SNAP[:3], *LM, *REFUSED]))
+    kept = {key: sorted(cell.items) for key, cell in cells.items() if key[0] == "t"}
+    both = [("e0", "q1"), ("e1", "q0")]
+    assert list(kept.values()) == [both, both, []]
+    assert [line.items for line in lines(cells) if line.task == "lm"] == [2, 2]
+    dense, snap = (line for line in lines(cells) if line.task == "t" and line.refused is None)
+    assert (dense.value, snap.value, snap.contexts) == (1.0, 0.0, 2)
+    with pytest.raises(ValueError, match="expected a question of t that every setting has"):
+        common(collect([*DENSE[:1], *SNAP[1:]]))
 
 
 def test_differences_are_over_the_same_questions():
