@@ -1,11 +1,12 @@
-"""The full evaluation of a small model on one GPU: a process a task, then one table of all.
+"""The full evaluation of a small model on one GPU: a process a task, then a table of all.
 
     python experiments/full_evaluation.py --data DIR --out DIR --seconds 1200 --jobs 5
 
 A forward of a small model keeps one CPU core busy and a GPU hardly, so processes share the GPU.
-quest and pyramidinfer, which answer by decode steps, take as long as all others together and run
-last. Records stand in OUT/TASK; the same command again goes on where the last one stopped. The
-table is of the questions that every policy has answered.
+Records stand in OUT/TASK; the same command again goes on where the last one stopped. quest and
+pyramidinfer, which answer by decode steps, take as long as all others together: they run last, into
+OUT/by-steps. A table is of the questions that all of its policies have answered: that in OUT
+without these two, that in OUT/by-steps with them.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from sparsekv.evaluation.results import RESULTS
 from sparsekv.evaluation.tasks import FULL
-from sparsekv.policies import POLICIES, PyramidInfer, Quest
+from sparsekv.policies import POLICIES, Duo, Planned, PyramidInfer, Quest
 
 PLAN = Path(__file__).resolve().parent / "plans" / "smollm2.json"
-LAST = (Quest.name, PyramidInfer.name)
+LAST, BY_STEPS = (Quest.name, PyramidInfer.name), "by-steps"
 AGAINST = "snapkv"
+SPARSEKV = (sys.executable, "-m", "sparsekv", "eval")
 
 
 def given() -> argparse.Namespace:
@@ -45,19 +48,17 @@ def given() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def command(options: argparse.Namespace, task: str, policies: Sequence[str]) -> list[str]:
-    """`sparsekv eval run` of these policies on a task, without a time limit."""
+def command(options: argparse.Namespace, folder: Path, policies: Sequence[str]) -> list[str]:
+    """`sparsekv eval run` of these policies on the task that the folder is called after."""
     made = {
         "device": options.device, "data": options.data, "policies": ",".join(policies),
-        "tasks": task, "samples": options.samples, "seed": options.seed,
-        "batch-tokens": options.batch_tokens, "out": options.out / task, "model": options.model,
-        "commit": options.commit,
+        "tasks": folder.name, "samples": options.samples, "seed": options.seed, "out": folder,
+        "batch-tokens": options.batch_tokens, "model": options.model, "commit": options.commit,
+        "plan": options.plan if Planned.name in policies else None,
+        "gates": options.gates if Duo.name in policies else None,
     }  # fmt: skip
-    made["plan"] = options.plan if "planned" in policies else None
-    made["gates"] = options.gates if "duo" in policies else None
-    words = [word for key, value in made.items() if value is not None
-             for word in (f"--{key}", str(value))]  # fmt: skip
-    return [sys.executable, "-m", "sparsekv", "eval", "run", "--full", "--resume", *words]
+    words = [(f"--{key}", str(value)) for key, value in made.items() if value is not None]
+    return [*SPARSEKV, "run", "--full", "--resume", *(word for pair in words for word in pair)]
 
 
 def run(line: list[str], log: Path, deadline: float) -> int:
@@ -71,23 +72,39 @@ def run(line: list[str], log: Path, deadline: float) -> int:
         return subprocess.run([*line, *limit], stdout=file, stderr=subprocess.STDOUT).returncode
 
 
+def shards(
+    options: argparse.Namespace, out: Path, policies: Sequence[str], deadline: float
+) -> list[Path]:
+    """Run all tasks into folders of `out`; those that have records. A failure is told."""
+    folders = [out / task for task in options.tasks]
+    lines = [command(options, folder, policies) for folder in folders]
+    logs = [out / f"{task}.log" for task in options.tasks]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        codes = list(pool.map(run, lines, logs, [deadline] * len(lines)))
+    for log, code in zip(logs, codes, strict=True):
+        if code:
+            print(f"error: {log} says why a shard ended with {code}", file=sys.stderr)
+    files = (folder / RESULTS for folder in folders)
+    return [file.parent for file in files if file.exists() and file.stat().st_size]
+
+
+def tabulate(folders: Sequence[Path], out: Path) -> int:
+    """The table of what all of them have answered; its exit code."""
+    made = ["table", *map(str, folders), "--common", "--against", AGAINST, "--out", str(out)]
+    return subprocess.run([*SPARSEKV, *made]).returncode
+
+
 def main() -> int:
-    """0 when no shard failed and the table is written."""
-    options, started = given(), time.monotonic()
-    parts = ([name for name in POLICIES if name not in LAST], list(LAST))
-    deadline, failed = started + options.seconds, 0
-    for policies in parts:
-        with ThreadPoolExecutor(options.jobs) as pool:
-            lines = [command(options, task, policies) for task in options.tasks]
-            logs = [options.out / f"{task}.log" for task in options.tasks]
-            codes = list(pool.map(run, lines, logs, [deadline] * len(lines)))
-        for log, code in zip(logs, codes, strict=True):
-            if code:
-                print(f"error: {log} says why a shard ended with {code}", file=sys.stderr)
-                failed += 1
-    folders = [str(options.out / task) for task in options.tasks]
-    table = ["eval", "table", *folders, "--common", "--against", AGAINST, "--out", str(options.out)]
-    return subprocess.run([sys.executable, "-m", "sparsekv", *table]).returncode or int(failed > 0)
+    """0 when both tables are written, or the first one, if there was no time for the second."""
+    options = given()
+    deadline = time.monotonic() + options.seconds
+    first = [name for name in POLICIES if name not in LAST]
+    found = shards(options, options.out, first, deadline)
+    if not found:
+        return 1
+    code = tabulate(found, options.out)
+    later = shards(options, options.out / BY_STEPS, LAST, deadline)
+    return code or (tabulate([*found, *later], options.out / BY_STEPS) if later else 0)
 
 
 if __name__ == "__main__":
