@@ -68,17 +68,19 @@ class Planned(Wrapper):
         """From a file that `sparsekv plan` wrote; `settings` replace what it says.
 
         Raises:
-            ValueError: a file that holds something else.
+            ValueError: a file that cannot be read or holds something else.
         """
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
             shares = tuple(tuple(layer) for layer in data["shares"])
-            head_dim = data["model"]["head_dim"]
-        except (ValueError, KeyError, TypeError) as error:
+            made = {"shares": shares, "head_dim": data["model"]["head_dim"]}
+            # Shares are what is free beyond the window that they were measured with.
+            made["scorer"] = SnapKV(window=data.get("window", SnapKV.window))
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"expected a plan that `sparsekv plan` wrote in {path}, got something else"
+                f"expected a plan that `sparsekv plan` wrote in {path}, got {error!r}"
             ) from error
-        return cls(**({"shares": shares, "head_dim": head_dim} | settings))
+        return cls(**(made | settings))
 
     def __post_init__(self) -> None:
         check_scorer(self, self.scorer)

@@ -82,3 +82,21 @@ def test_save_and_load(tmp_path):
     published = tmp_path / "full_attention_heads.tsv"
     published.write_text("".join("\t".join(map(str, layer)) + "\n" for layer in GATES))
     assert Duo.load(published, sinks=5) == Duo(GATES, sinks=5)
+
+
+@pytest.mark.parametrize("text", ["", "no", "{}", '{"gates": 3}', '{"gates": [["a"]]}'])
+def test_files_that_hold_no_gates(tmp_path, text):
+    """A user's mistake is a ValueError, whatever is wrong with the file."""
+    for file in (tmp_path / "gates.json", tmp_path / "gates.tsv"):
+        file.write_text(text or "a\tb\n")
+        with pytest.raises(ValueError, match=r"expected .*gates"):
+            Duo.load(file)
+    with pytest.raises(ValueError, match="expected a JSON object with gates"):
+        Duo.load(tmp_path / "none.json")
+
+
+def test_a_misspelt_field_is_not_ignored(tmp_path):
+    file = tmp_path / "gates.json"
+    file.write_text(json.dumps({"gates": GATES, "sparsty": 0.3}))
+    with pytest.raises(ValueError, match=r"expected the fields of Duo alone .* \['sparsty'\]"):
+        Duo.load(file)

@@ -160,6 +160,10 @@ def test_load(tmp_path):
     policy = Planned.load(file)
     assert policy == Planned(shares=SHARES, head_dim=4) and hash(policy) == hash(Planned.load(file))
     assert Planned.load(file, scorer=Knorm()) == Planned(Knorm(), SHARES, 4)
+    file.write_text(json.dumps({"shares": SHARES, "model": {"head_dim": 4}, "window": 8}))
+    assert Planned.load(file) == Planned(SnapKV(window=8), SHARES, 4)  # as it was measured
+    with pytest.raises(ValueError, match="expected a plan that `sparsekv plan` wrote in"):
+        Planned.load(tmp_path / "none.json")
     for text in ("[1, 2]", "{}", "no", '{"shares": 3, "model": {"head_dim": 4}}'):
         file.write_text(text)
         with pytest.raises(ValueError, match="expected a plan that `sparsekv plan` wrote in"):
