@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from sparsekv.evaluation.records import Key, Record
 from sparsekv.evaluation.results import read_config, read_records
 
 # What folders must agree on to be compared.
-_PAIRED = ("model", "seed", "samples", "data", "dtype")
+_PAIRED = ("model", "seed", "samples", "data", "dtype", "feed")
 
 
 class Item(NamedTuple):
@@ -31,7 +32,10 @@ class Item(NamedTuple):
 
 @dataclass
 class Cell:
-    """A task under a policy, a budget and a protocol; refused, or items by (example, question)."""
+    """A task under a policy, a budget and a protocol; refused, or items by (example, question).
+
+    measured: what all records of a cell must agree on, besides what names it.
+    """
 
     task: str
     policy: str
@@ -40,6 +44,7 @@ class Cell:
     headline: str = ""
     control: bool = False
     refused: str | None = None
+    measured: tuple[Any, ...] | None = None
     notes: set[str] = field(default_factory=set)
     items: dict[tuple[str, str], Item] = field(default_factory=dict)
 
@@ -62,7 +67,11 @@ class Cell:
 
 
 def collect(records: Iterable[Record]) -> dict[Key, Cell]:
-    """Cells by `Record.cell`. A record that is there twice counts once, the first."""
+    """Cells by `Record.cell`. A record that is there twice counts once, the first.
+
+    Raises:
+        ValueError: a record without a value, or records of a cell that were measured in two ways.
+    """
     cells: dict[Key, Cell] = {}
     for record in records:
         if record.cell not in cells:
@@ -77,12 +86,25 @@ def collect(records: Iterable[Record]) -> dict[Key, Cell]:
         value = record.value
         if value is None:
             raise ValueError(f"expected a value of {record.headline!r} in {record.key}, got none")
+        _agree(cell, record)
         figures = (record.kept, record.kv_bytes, record.dense_kv_bytes)
         item = Item(value, *figures, record.prefill_ms, record.decode_ms)
         cell.items.setdefault((record.example, record.question), item)
         if record.note is not None:
             cell.notes.add(record.note)
     return cells
+
+
+def _agree(cell: Cell, record: Record) -> None:
+    """Raise ValueError for a record that its cell's others may not be averaged with."""
+    # 1 and 1.0, one slot and everything, are equal as numbers.
+    own = (type(record.budget).__name__, record.feed, record.settings)
+    cell.measured = cell.measured or own
+    if cell.measured != own:
+        raise ValueError(
+            f"expected records of {cell.policy} on {cell.task} of one kind of budget, one feed and "
+            f"one setting, {cell.measured}, got {own}"
+        )
 
 
 def common(cells: Mapping[Key, Cell]) -> dict[Key, Cell]:
@@ -118,13 +140,14 @@ def merged(folders: Sequence[Path]) -> tuple[dict[Key, Cell], list[Mapping[str, 
         ValueError: folders whose items are not the same, and so cannot be paired.
     """
     configs = [read_config(folder) for folder in folders]
-    for folder, config in zip(folders[1:], configs[1:], strict=True):
-        for name in _PAIRED:
-            if _differ(configs[0].get(name), config.get(name)):
-                raise ValueError(
-                    f"expected folders of one {name}, {configs[0].get(name)!r} in {folders[0]}, "
-                    f"got {config.get(name)!r} in {folder}"
-                )
+    # Every two: folders that share no task with the first may share one with each other.
+    pairs = combinations(zip(folders, configs, strict=True), 2)
+    for ((first, one), (folder, other)), name in product(pairs, _PAIRED):
+        if _differ(one.get(name), other.get(name)):
+            raise ValueError(
+                f"expected folders of one {name}, {one.get(name)!r} in {first}, "
+                f"got {other.get(name)!r} in {folder}"
+            )
     records = (record for folder in folders for record in read_records(folder))
     return collect(records), list(configs)
 

@@ -32,9 +32,10 @@ class Results:
         folder.mkdir(parents=True, exist_ok=True)
         self.records: list[Record] = []
         config = dict(config)
-        if self.path.exists():
-            if not resume:
-                raise ValueError(f"expected --resume or a folder without results, got {folder}")
+        held = self.path.exists() and self.path.stat().st_size > 0
+        if held and not resume:
+            raise ValueError(f"expected --resume or a folder without results, got {folder}")
+        if resume and self.path.exists():
             config = _merged(read_config(folder), config, folder)
             self.records = list(read_records(folder))
         text = json.dumps(config, indent=2) + "\n"

@@ -98,7 +98,7 @@ def _prepared(
         check_task(task)
     facts = describe(torch.device("cpu"), commit)
     facts |= {"device": f"the server at {base_url}", "batch_tokens": None}
-    return made, config_of(wish, made, {"model": about.model}, facts)
+    return made, config_of(wish, made, {"model": about.model, "dtype": "the server's"}, facts)
 
 
 async def _fill(

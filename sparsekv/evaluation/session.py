@@ -41,6 +41,9 @@ def settings_of(wish: Wish, model: Any, tokenizer: Any) -> tuple[list[Setting], 
     """Settings of all policies that the model accepts, and why it refuses the others.
 
     The model is left with a dense patch, under which caches of all settings are served.
+
+    Raises:
+        ValueError: gates or a plan of the user's that the model refuses.
     """
     settings: list[Setting] = []
     refused: dict[str, str] = {}
@@ -49,6 +52,8 @@ def settings_of(wish: Wish, model: Any, tokenizer: Any) -> tuple[list[Setting], 
             policy = _policy(name, wish, model, tokenizer)
             settings += admit(model, policy, wish.budgets, wish.feed)
         except ValueError as error:
+            if {Duo.name: wish.gates, Planned.name: wish.plan}.get(name) is not None:
+                raise  # the file is another model's: no result, and --resume would keep it
             refused[name] = " ".join(str(error).split())
     sparsekv.patch(model, Full.name, 1)
     return settings, refused
@@ -121,7 +126,13 @@ class Session:
         return questions * len(self.settings) * len(self.wish.protocols)
 
     def fill(self, results: Results, batch_tokens: int) -> Iterator[tuple[str, int]]:
-        """Write what `results` lack; yields the task and a number of its records, as they come."""
+        """Write what `results` lack; yields the task and a number of its records, as they come.
+
+        Raises:
+            ValueError: `results` of a policy with other fields, such as gates of another file.
+        """
+        for record in results.records:
+            self._check_same(record)
         done: set[Key] = {record.key for record in results.records}
         refused = {record.cell for record in results.records if record.refused is not None}
         results.add(record for record in self._refusals() if record.key not in done)
@@ -147,3 +158,22 @@ class Session:
                             headline=task.headline, control=task.control, seed=self.wish.seed,
                             refused=reason,
                         )  # fmt: skip
+
+    def _check_same(self, record: Record) -> None:
+        """Raise ValueError for a record of an earlier part that was measured in another way."""
+        name = record.policy
+        if name in self.refused and record.refused is None:
+            raise ValueError(
+                f"expected {name} to be accepted as in the run that is resumed, got: "
+                f"{self.refused[name]}"
+            )
+        for setting in (x for x in self.settings if x.policy.name == name):
+            if record.settings != setting.changed:
+                raise ValueError(
+                    f"expected {name} as in the run that is resumed, {record.settings or 'plain'}, "
+                    f"got {setting.changed or 'plain'}: give its --gates or --plan, or leave it out"
+                )
+            # 1 and 1.0, one slot and everything, are equal as numbers.
+            old, new = record.budget, setting.budget
+            if old == new and type(old) is not type(new):
+                raise ValueError(f"expected the budget {old!r} of the run resumed, got {new!r}")

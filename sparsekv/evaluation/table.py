@@ -87,7 +87,7 @@ def _table(group: Sequence[Line]) -> list[str]:
 
 
 def _row(line: Line) -> tuple[str, ...]:
-    budget = "all" if line.budget is None else f"{line.budget:g}"
+    budget = "all" if line.budget is None else f"{line.budget}"
     if line.value is None:
         return (line.policy, budget, *[""] * 7, f"refused: {line.refused}")
     difference = ""

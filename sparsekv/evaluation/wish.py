@@ -50,14 +50,16 @@ def check_wish(
     """Comma-separated names and numbers as a `Wish`; more: its other fields.
 
     Raises:
-        ValueError: an unknown name, a bad budget, gates without duo, a plan without planned, no
-            data folder.
+        ValueError: an unknown name, a bad budget, gates without duo, a plan without planned, files
+            of something else, no data folder.
     """
     smoke, data, samples = more["mode"] == "smoke", more["data"], more["samples"]
     names = list(POLICIES) if policies == "all" else _known("a policy", policies, list(POLICIES))
     chosen = tuple(dict.fromkeys([Full.name, *names]))
     sizes = budgets or ("256" if smoke else "64,128,256,512")
     found = tuple(parse_budget(size.strip()) for size in sizes.split(","))
+    if {type(size) for size in found if size == 1} == {int, float}:
+        raise ValueError(f"expected either 1, a slot, or 1.0, everything, got --budgets {sizes}")
     wanted = tuple(SMOKE if smoke else FULL)
     if tasks is not None:
         wanted = tuple(TASKS) if tasks == "all" else _tasks(tasks)
@@ -65,6 +67,8 @@ def check_wish(
     for option, policy in (("gates", Duo), ("plan", Planned)):
         if more[option] is not None and policy.name not in chosen:
             raise ValueError(f"expected --{option} with the policy {policy.name}, got {policies}")
+        if more[option] is not None:
+            policy.load(more[option])
     if data is not None and not data.is_dir():
         raise ValueError(f"expected --data to be a folder, got {str(data)!r}")
     if samples is not None and samples < 1:
@@ -75,14 +79,14 @@ def check_wish(
 
 
 def _tasks(text: str) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in text.split(","))
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     for name in names:
         find_builder(name)
     return names
 
 
 def _known(what: str, text: str, allowed: Sequence[str]) -> list[str]:
-    names = [name.strip() for name in text.split(",")]
+    names = list(dict.fromkeys(name.strip() for name in text.split(",")))
     for name in names:
         if name not in allowed:
             raise ValueError(f"expected {what} of {', '.join(allowed)}, got {name!r}")
