@@ -34,15 +34,29 @@ def data_file(request: Request, name: str, purpose: str) -> Path:
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a piece that follows another: no special tokens."""
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+    """Token ids of a piece that follows another: no special tokens, and no space that is not there.
+
+    Some tokenizers (Llama 2's, Mistral's) put a space before whatever they are given. Then the
+    piece is read behind a letter, or behind a line break if it begins with no white space itself.
+    """
+    plain, letter = _plain(tokenizer, text), _plain(tokenizer, "x")
+    if not text or tokenizer.convert_ids_to_tokens(letter) == ["x"]:
+        return plain
+    before = "x" if text[0].isspace() else "\n"
+    front, both = _plain(tokenizer, before), _plain(tokenizer, before + text)
+    return both[len(front) :] if both[: len(front)] == front else plain
 
 
 def opening(tokenizer: Any, text: str) -> list[int]:
     """Token ids of the first piece, with the special tokens that the tokenizer puts before it."""
-    bos = getattr(tokenizer, "bos_token_id", None)
-    starts = bos is not None and tokenizer("x")["input_ids"][0] == bos
-    return ([int(bos)] if starts and bos is not None else []) + encode(tokenizer, text)
+    alone, marked = _plain(tokenizer, "x"), list(tokenizer("x")["input_ids"])
+    places = range(len(marked))
+    start = next((i for i in places if marked[i : i + len(alone)] == alone), 0)
+    return marked[:start] + _plain(tokenizer, text)
+
+
+def _plain(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
 
 
 def passages(request: Request, pattern: str, tokens: int, rng: random.Random) -> list[list[int]]:

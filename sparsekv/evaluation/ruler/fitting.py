@@ -48,7 +48,7 @@ class Fitted:
 
 def encode(tokenizer: Any, text: str, *, first: bool) -> tuple[int, ...]:
     """Token ids; first: the text opens the sequence, so special tokens come before it."""
-    return (*(opening(tokenizer, "") if first else ()), *encode_piece(tokenizer, text))
+    return tuple(opening(tokenizer, text) if first else encode_piece(tokenizer, text))
 
 
 def fit(recipe: Recipe, tokenizer: Any, room: int, guess: int) -> Fitted:
