@@ -27,24 +27,28 @@ _About = tuple[str, int | float, str, str]  # protocol, budget, policy, against
 
 @dataclass(frozen=True)
 class Difference:
-    """score - other, the score of `against`, with its 95 % interval; ratio: of their KV bytes."""
+    """score - other, the score of `against`, with its 95 % interval, None where a task has one
+    context; ratio: of their KV bytes. tasks, contexts: how many."""
 
     task: str
     protocol: str
     budget: int | float
     policy: str
     against: str
+    tasks: int
     contexts: int
     score: float
     other: float
     difference: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     ratio: float
 
     @property
     def verdict(self) -> str:
-        """better, worse, or open where the interval holds 0."""
+        """better, worse, or open where the interval holds 0, or there is none."""
+        if self.low is None or self.high is None:
+            return "open"
         return "better" if self.low > 0 else "worse" if self.high < 0 else "open"
 
 
@@ -114,8 +118,8 @@ def _both(cells: Mapping[Key, Cell], cell: Cell, against: str) -> _Both | None:
     if not common:
         return None
     one, two, base = (c.sums(common) for c in (cell, other, dense))
-    held = other.mean("kv_bytes")  # 0: of a server, which does not tell
-    ratio = cell.mean("kv_bytes") / held if held else float("nan")
+    own, held = (sum(c.items[key].kv_bytes for key in common) for c in (cell, other))
+    ratio = own / held if held else float("nan")  # 0: of a server, which does not tell
     (a, drawn_a), (b, drawn_b) = (score(sums, base, cell.headline) for sums in (one, two))
     return _Both(cell.task, len(one.total), (a, b), drawn_a - drawn_b, ratio)
 
@@ -123,6 +127,10 @@ def _both(cells: Mapping[Key, Cell], cell: Cell, against: str) -> _Both | None:
 def _line(task: str, about: _About, members: list[_Both]) -> Difference:
     one, two = (float(np.mean([both.means[i] for both in members])) for i in (0, 1))
     low, high = interval(np.stack([both.draws for both in members]).mean(0))
+    sure = all(both.contexts > 1 for both in members)
     contexts = sum(both.contexts for both in members)
     ratio = float(np.mean([both.ratio for both in members]))
-    return Difference(task, *about, contexts, one, two, one - two, low, high, ratio)
+    return Difference(
+        task, *about, len(members), contexts, one, two, one - two,
+        low if sure else None, high if sure else None, ratio,
+    )  # fmt: skip

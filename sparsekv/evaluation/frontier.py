@@ -11,7 +11,7 @@ from sparsekv.evaluation.lines import Line
 @dataclass(frozen=True)
 class Point:
     """ratio: KV bytes to dense. score: of an average; low, high: the interval of its difference to
-    dense, put around the score."""
+    dense, put around the score, or the score where there is none."""
 
     protocol: str
     policy: str
@@ -32,7 +32,8 @@ def points(averages: Iterable[Line]) -> list[Point]:
     for line in done:
         if line.tasks == most[line.protocol] and line.value is not None and line.ratio is not None:
             dense = line.value - (line.difference or 0.0)
-            low, high = ((dense + (x or 0.0)) for x in (line.low, line.high))
+            ends = (line.low, line.high)
+            low, high = (line.value if end is None else dense + end for end in ends)
             place = (line.protocol, line.policy, line.budget, line.ratio)
             found.append(Point(*place, line.value, low, high))
     return found

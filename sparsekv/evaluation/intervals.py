@@ -27,6 +27,11 @@ class Sums:
         """Over all questions."""
         return float(self.total.sum() / self.count.sum())
 
+    @property
+    def alone(self) -> bool:
+        """Whether there is one context, of which draws cannot tell how others would differ."""
+        return len(self.total) < 2
+
     def draws(self) -> np.ndarray:
         """Means float [draws]."""
         weights = _weights(len(self.total))

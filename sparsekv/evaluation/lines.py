@@ -29,7 +29,8 @@ AVERAGE = "average"
 @dataclass(frozen=True)
 class Line:
     """One line. difference: to dense, with low and high of its 95 % interval; None where there is
-    no dense cell. items, contexts: how many; tasks: of an average. ratio: KV bytes to dense ones.
+    no dense cell, and the interval where a task has one context. items, contexts: how many; tasks:
+    of an average. ratio: KV bytes to dense ones.
     """
 
     task: str
@@ -84,7 +85,11 @@ def lines(cells: Mapping[Key, Cell]) -> list[Line]:
         dense, budget = cell.policy != Full.name, _size(cell.budget)
         return order[cell.task], cell.protocol, dense, policies[cell.policy], budget
 
-    return [_line(cell, dense_of(cells, cell)) for cell in sorted(cells.values(), key=place)]
+    asked = _asked(cells)
+    return [
+        _line(cell, dense_of(cells, cell), asked[cell.task])
+        for cell in sorted(cells.values(), key=place)
+    ]
 
 
 def averages(cells: Mapping[Key, Cell]) -> list[Line]:
@@ -98,11 +103,20 @@ def averages(cells: Mapping[Key, Cell]) -> list[Line]:
         protocol, policy, budget = key
         return protocol, policy != Full.name, list(groups).index((protocol, policy, budget))
 
-    found = [_average(cells, groups[key]) for key in sorted(groups, key=place)]
+    asked = _asked(cells)
+    found = [_average(cells, groups[key], asked) for key in sorted(groups, key=place)]
     return [line for line in found if line is not None]
 
 
-def _line(cell: Cell, dense: Cell | None) -> Line:
+def _asked(cells: Mapping[Key, Cell]) -> dict[str, int]:
+    """By task, how many different questions any of its cells has answered."""
+    found: dict[str, set[tuple[str, str]]] = {}
+    for cell in cells.values():
+        found.setdefault(cell.task, set()).update(cell.items)
+    return {task: len(keys) for task, keys in found.items()}
+
+
+def _line(cell: Cell, dense: Cell | None, asked: int) -> Line:
     about = (cell.task, cell.protocol, cell.policy, cell.budget, cell.headline, cell.control)
     if cell.refused is not None:
         return Line(*about, refused=cell.refused)
@@ -111,33 +125,55 @@ def _line(cell: Cell, dense: Cell | None) -> Line:
     pair = _pair(cell, dense)
     if pair is not None and cell.policy != Full.name:
         difference = pair.own.mean - pair.dense.mean
-        low, high = interval(pair.own.draws() - pair.dense.draws())
+        if not pair.own.alone:
+            low, high = interval(pair.own.draws() - pair.dense.draws())
+    unfinished = f"{len(cell.items)} of {asked} questions" if len(cell.items) < asked else ""
+    note = "; ".join(filter(None, (unfinished, _note(cell.notes))))
     return Line(
         *about, items=len(cell.items), contexts=len(sums.total), value=sums.mean,
-        difference=difference, low=low, high=high, note=_note(cell.notes), **_costs([cell]),
+        difference=difference, low=low, high=high, note=note, **_costs([cell]),
     )  # fmt: skip
 
 
-def _average(cells: Mapping[Key, Cell], group: list[Cell]) -> Line | None:
-    """None without dense cells."""
+def _average(cells: Mapping[Key, Cell], group: list[Cell], asked: Mapping[str, int]) -> Line | None:
+    """None without dense cells. asked: see `_asked`."""
     done = [cell for cell in group if cell.refused is None]
     pairs = [(cell, _pair(cell, dense_of(cells, cell))) for cell in done]
-    scores = [pair.scores(cell.headline) for cell, pair in pairs if pair is not None]
+    paired = [(cell, pair) for cell, pair in pairs if pair is not None]
+    scores = [pair.scores(cell.headline) for cell, pair in paired]
     first = group[0]
     about = (AVERAGE, first.protocol, first.policy, first.budget, "score", False)
     refused = [cell.task for cell in group if cell.refused is not None]
-    note = f"without {', '.join(refused)}, which it refused" if refused else ""
     if not scores:
         return Line(*about, tasks=0, refused=group[0].refused) if refused else None
     value, dense = float(np.mean([s[0] for s in scores])), float(np.mean([s[1] for s in scores]))
     low, high = interval(np.stack([s[2] - s[3] for s in scores]).mean(0))
     plain = first.policy == Full.name
+    sure = not plain and not any(pair.own.alone for _, pair in paired)
+    done = [cell for cell, _ in paired]
     return Line(
         *about, items=sum(len(cell.items) for cell in done), tasks=len(scores), value=value,
         contexts=sum(len(cell.sums(cell.items).total) for cell in done),
-        difference=None if plain else value - dense, low=None if plain else low,
-        high=None if plain else high, note=note, **_costs(done),
+        difference=None if plain else value - dense, low=low if sure else None,
+        high=high if sure else None, note=_gaps(cells, done, refused, asked), **_costs(done),
     )  # fmt: skip
+
+
+def _gaps(
+    cells: Mapping[Key, Cell], done: list[Cell], refused: list[str], asked: Mapping[str, int]
+) -> str:
+    """What an average over `done` lacks that others of its protocol have."""
+    own = done[0].protocol, {*refused, *(cell.task for cell in done)}
+    others = [c.task for c in cells.values() if c.protocol == own[0] and not c.control]
+    missing = [task for task in dict.fromkeys(others) if task not in own[1]]
+    begun = [f"{c.task} ({len(c.items)} of {asked[c.task]} questions)" for c in done]
+    begun = [text for c, text in zip(done, begun, strict=True) if len(c.items) < asked[c.task]]
+    parts = (
+        f"without {', '.join(refused)}, which it refused" if refused else "",
+        f"without {', '.join(missing)}, which is not measured" if missing else "",
+        f"unfinished: {', '.join(begun)}" if begun else "",
+    )
+    return "; ".join(filter(None, parts))
 
 
 def _costs(cells: list[Cell]) -> dict[str, Any]:

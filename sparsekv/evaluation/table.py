@@ -91,8 +91,10 @@ def _row(line: Line) -> tuple[str, ...]:
     if line.value is None:
         return (line.policy, budget, *[""] * 7, f"refused: {line.refused}")
     difference = ""
-    if line.difference is not None and line.low is not None and line.high is not None:
-        difference = f"{line.difference:+.3f} [{line.low:+.3f}, {line.high:+.3f}]"
+    if line.difference is not None:
+        difference = f"{line.difference:+.3f}"
+    if line.low is not None and line.high is not None:
+        difference += f" [{line.low:+.3f}, {line.high:+.3f}]"
     held = None if line.kv_bytes is None else line.kv_bytes / _MIB
     return (
         line.policy, budget, f"{line.value:.3f}", difference, _shown(line.kept, ".0f"),

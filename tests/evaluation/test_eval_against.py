@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+from dataclasses import replace
 
 import pytest
 from test_eval_table import AWARE, DENSE, LM, REFUSED, SNAP, records
@@ -51,3 +52,18 @@ def test_written_as_csv(tmp_path):
     rows = list(csv.DictReader(path.open()))
     assert [row["verdict"] for row in rows] == ["better", "better"]
     assert [float(row["difference"]) for row in rows] == [0.5, 0.5]
+
+
+def test_one_context_decides_nothing(tmp_path):
+    one = [r for r in [*DENSE, *SNAP, *BETTER] if r.example == "e0"]
+    average, line = differences(collect([*one]), "snapkv")
+    assert (line.difference, line.low, line.high, line.verdict) == (0.5, None, None, "open")
+    assert (average.verdict, average.tasks) == ("open", 1)
+    assert ",0.5,,," in write([line], "snapkv", tmp_path).read_text()
+
+
+def test_bytes_are_of_the_questions_that_both_have():
+    """A run that was stopped has answered the shortest contexts first."""
+    long = [replace(r, kv_bytes=9 << 20) if r.example == "e1" else r for r in SNAP]
+    half = [r for r in BETTER if r.example == "e0"]
+    assert {d.ratio for d in differences(collect([*DENSE, *long, *half]), "snapkv")} == {1.5}

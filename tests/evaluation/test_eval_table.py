@@ -195,3 +195,28 @@ def test_the_frontier_is_drawn(tmp_path):
     assert out.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="expected averages to draw, got none"):
         draw_frontier([], "title", out)
+
+
+def test_one_context_has_no_interval():
+    """Draws of one context are all the same, which is no certainty."""
+    one = [r for r in [*DENSE, *SNAP] if r.example == "e0"]
+    (line,) = [x for x in lines(collect(one)) if x.policy == "snapkv"]
+    assert (line.difference, line.low, line.high) == (-0.5, None, None)
+    average = averages(collect([*one, *LM]))[1]
+    assert average.difference is not None and (average.low, average.high) == (None, None)
+    assert "| -0.500 | 40 |" in markdown([line])
+    (found,) = [p for p in points(averages(collect(one))) if p.policy == "snapkv"]
+    assert found.low == found.score == found.high == 0.5
+
+
+def test_what_is_unfinished_says_so():
+    """Of a run that was stopped, or of shards: a mean over other questions than its neighbour's."""
+    (line,) = [x for x in lines(collect([*DENSE, *SNAP[:3]])) if x.policy == "snapkv"]
+    assert line.note == "3 of 4 questions"
+    dense, snap = averages(collect([*DENSE, *SNAP[:3], *LM[:2]]))
+    assert dense.note == ""
+    assert snap.note == "without lm, which is not measured; unfinished: t (3 of 4 questions)"
+    late = [*DENSE, *SNAP, *LM[:2], replace(LM[2], note="a | note")]
+    assert [x.note for x in lines(collect(late))][-1] == "1 of 2 questions; a | note"
+    alone = averages(collect([*DENSE, *SNAP, *LM[2:]]))[1]  # no dense cache beside lm
+    assert alone.note == "without lm, which is not measured" and alone.items == 4
