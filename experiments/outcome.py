@@ -86,7 +86,8 @@ def overall(comparison: Comparison, gaps: Mapping[str, Sequence[Mapping[str, flo
         means = [np.mean([gap[c] for gap in budgets if c in gap]) for c in contexts]
         tasks.append(Sums(np.array(means), np.ones(len(means))))
     counts = [len(task.total) for task in tasks]
-    low, high = interval(np.mean([task.draws() for task in tasks], axis=0))
+    drawn = [task.draws(name) for name, task in zip(gaps, tasks, strict=True)]
+    low, high = interval(np.mean(drawn, axis=0))
     row: Row = {"arm": comparison.arm, "task": ALL, "protocol": comparison.protocol}
     row |= {"metric": "nll" if comparison.loss else "accuracy", "contexts": sum(counts)}
     row |= {"other": comparison.other, "to_other": float(np.mean([task.mean for task in tasks]))}

@@ -120,7 +120,9 @@ def _both(cells: Mapping[Key, Cell], cell: Cell, against: str) -> _Both | None:
     one, two, base = (c.sums(common) for c in (cell, other, dense))
     own, held = (sum(c.items[key].kv_bytes for key in common) for c in (cell, other))
     ratio = own / held if held else float("nan")  # 0: of a server, which does not tell
-    (a, drawn_a), (b, drawn_b) = (score(sums, base, cell.headline) for sums in (one, two))
+    (a, drawn_a), (b, drawn_b) = (
+        score(sums, base, cell.headline, cell.task) for sums in (one, two)
+    )
     return _Both(cell.task, len(one.total), (a, b), drawn_a - drawn_b, ratio)
 
 

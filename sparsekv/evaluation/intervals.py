@@ -2,13 +2,15 @@
 
 A draw takes as many contexts as there are, with replacement, and the mean over all their questions.
 Every setting of a task is drawn with the same contexts, so a difference between two is paired, and
-95 % of the draws lie in its interval.
+95 % of the draws lie in its interval. Tasks are drawn independently of each other, so that contexts
+of one, which have nothing to do with those of another, cannot seem to rise and fall with them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from zlib import crc32
 
 import numpy as np
 
@@ -32,9 +34,9 @@ class Sums:
         """Whether there is one context, of which draws cannot tell how others would differ."""
         return len(self.total) < 2
 
-    def draws(self) -> np.ndarray:
-        """Means float [draws]."""
-        weights = _weights(len(self.total))
+    def draws(self, task: str = "") -> np.ndarray:
+        """Means float [draws]; those of one task are paired."""
+        weights = _weights(len(self.total), task)
         return (weights @ self.total) / (weights @ self.count)
 
 
@@ -44,10 +46,10 @@ def interval(draws: np.ndarray) -> tuple[float, float]:
     return float(low), float(high)
 
 
-@lru_cache(maxsize=16)
-def _weights(contexts: int) -> np.ndarray:
-    """How often each draw takes each context, float [draws, C]; the same for the same C."""
-    rng = np.random.default_rng([_SEED, contexts])
+@lru_cache(maxsize=32)
+def _weights(contexts: int, task: str) -> np.ndarray:
+    """How often each draw takes each context, float [draws, C]; the same for the same C and task."""
+    rng = np.random.default_rng([_SEED, contexts, crc32(task.encode())])
     even = np.full(contexts, 1 / contexts)
     weights = rng.multinomial(contexts, even, size=_DRAWS).astype(float)
     weights.setflags(write=False)

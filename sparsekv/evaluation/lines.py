@@ -57,23 +57,24 @@ class Line:
 
 @dataclass(frozen=True)
 class _Pair:
-    """A cell beside its dense one, over the items of both: means and draws."""
+    """A cell of `task` beside its dense one, over the items of both: means and draws."""
 
+    task: str
     own: Sums
     dense: Sums
 
     def scores(self, metric: str) -> tuple[float, float, np.ndarray, np.ndarray]:
         """score and dense score of an average, and their draws."""
-        own, own_draws = score(self.own, self.dense, metric)
-        dense, dense_draws = score(self.dense, self.dense, metric)
+        own, own_draws = score(self.own, self.dense, metric, self.task)
+        dense, dense_draws = score(self.dense, self.dense, metric, self.task)
         return own, dense, own_draws, dense_draws
 
 
-def score(sums: Sums, dense: Sums, metric: str) -> tuple[float, np.ndarray]:
+def score(sums: Sums, dense: Sums, metric: str, task: str) -> tuple[float, np.ndarray]:
     """A score where more is better, as averages count it: of all contexts, and of each draw."""
     if metric != "nll":
-        return sums.mean, sums.draws()
-    return float(np.exp(dense.mean - sums.mean)), np.exp(dense.draws() - sums.draws())
+        return sums.mean, sums.draws(task)
+    return float(np.exp(dense.mean - sums.mean)), np.exp(dense.draws(task) - sums.draws(task))
 
 
 def lines(cells: Mapping[Key, Cell]) -> list[Line]:
@@ -195,7 +196,7 @@ def _pair(cell: Cell, dense: Cell | None) -> _Pair | None:
     if dense is None:
         return None
     common = [key for key in cell.items if key in dense.items]
-    return _Pair(cell.sums(common), dense.sums(common)) if common else None
+    return _Pair(cell.task, cell.sums(common), dense.sums(common)) if common else None
 
 
 def _note(notes: Iterable[str]) -> str:

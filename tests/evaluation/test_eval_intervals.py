@@ -49,3 +49,13 @@ def test_draws_stay_between_the_contexts(values):
     count = np.arange(1, len(values) + 1)
     draws = Sums(values * count, count).draws()
     assert draws.min() >= values.min() - 1e-9 and draws.max() <= values.max() + 1e-9
+
+
+def test_tasks_are_drawn_independently():
+    """Context 3 of one task has nothing to do with context 3 of another: of a mean over tasks the
+    variance is that of each, by their number, however the contexts happen to be numbered."""
+    values = np.random.default_rng(3).normal(size=8)
+    for other in (values, -values, np.sort(values)):
+        both = Sums(values, np.ones(8)).draws("a") + Sums(other, np.ones(8)).draws("b")
+        assert both.std() == pytest.approx(values.std() / 2, rel=0.06)  # sqrt(2) / sqrt(8)
+    assert (Sums(values, np.ones(8)).draws("a") == Sums(values, np.ones(8)).draws("a")).all()
