@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,7 +28,7 @@ class Answered:
 
 def judged(logits: Tensor, answers: Sequence[Sequence[int]]) -> list[Answered]:
     """What logits [R, n, V] say to one answer a row, of at most n tokens, whose own logits end in
-    the last column: each column is of the token before."""
+    the last column: each column is of the token before. ValueError for NaN."""
     targets = [[-1] * (logits.shape[1] - len(answer)) + list(answer) for answer in answers]
     return _counted(*_compared(logits, torch.tensor(targets, device=logits.device)), answers)
 
@@ -36,7 +37,7 @@ def fed_by_step(
     talk: Conversation, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
 ) -> list[Answered]:
     """Prompts, of at least one token, and answers as decode steps. Rows that have ended are fed on;
-    nobody looks at them."""
+    nobody looks at them. ValueError for logits that are NaN."""
     rows = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
     width = max(map(len, rows))
     ids = torch.tensor([row + [talk.pad] * (width - len(row)) for row in rows])
@@ -64,13 +65,19 @@ def generated(
     """Greedy tokens of each row, up to one of `ends`, which is left out.
 
     by_step: feed the prompts as decode steps, too. A row whose prompt ends first goes first.
+
+    Raises:
+        ValueError: logits that are NaN.
     """
     starts = [len(prompt) if by_step else 0 for prompt in prompts]
     if by_step:
         rows = [[*prompt, *[talk.pad] * (max(starts) - len(prompt))] for prompt in prompts]
         known = torch.tensor(rows, device=talk.cache.state.layers[0].device)
+        nan = torch.zeros((), dtype=torch.bool, device=known.device)
     else:
-        known = talk.chunk(prompts, 1)[:, 0].argmax(-1, keepdim=True)
+        logits = talk.chunk(prompts, 1)[:, 0]
+        known = logits.argmax(-1, keepdim=True)
+        nan = logits.gather(-1, known).isnan().any()
     first, stops = (
         torch.tensor(list(x), dtype=torch.int64, device=known.device) for x in (starts, ends)
     )
@@ -79,16 +86,27 @@ def generated(
     for i in range(1, max(starts) + max_new_tokens):
         if i % _LOOK == 0 and bool(ended.all()):
             break
-        column = talk.step(columns[-1]).argmax(-1)
+        logits = talk.step(columns[-1])
+        column = logits.argmax(-1)
+        nan = nan | logits.gather(-1, column[:, None]).isnan().any()
         if i < known.shape[1]:
             column = torch.where(i < first, known[:, i], column)
         columns.append(column)
         ended = ended | (torch.isin(column, stops) & (i >= first))
+    _check_numbers(bool(nan))
     texts = torch.stack(columns, 1).tolist()
     return [
         _until(text[start : start + max_new_tokens], set(ends))
         for text, start in zip(texts, starts, strict=True)
     ]
+
+
+def _check_numbers(nan: bool) -> None:
+    """ValueError for NaN logits, whose argmax is some token: they would pass for wrong answers."""
+    if nan:
+        raise ValueError(
+            "expected numbers as logits, got NaN: does the model overflow in its dtype?"
+        )
 
 
 def _until(row: list[int], ends: set[int]) -> list[int]:
@@ -112,6 +130,7 @@ def _compared(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 def _counted(nll: Tensor, right: Tensor, answers: Sequence[Sequence[int]]) -> list[Answered]:
     losses, hits = torch.stack([nll, right]).tolist()
+    _check_numbers(any(map(math.isnan, losses)))
     return [
         Answered(loss, int(count), len(answer))
         for loss, count, answer in zip(losses, hits, answers, strict=True)

@@ -199,3 +199,17 @@ def test_steps_are_decode_steps(subject, name):
 
 def test_every_policy_is_in_the_table_of_examples():
     assert set(POLICIES) <= set(NAMES)
+
+
+@pytest.mark.parametrize("kind", ["forced", "choice", "generated"])
+@pytest.mark.parametrize("feed", ["chunk", "steps"])
+@torch.no_grad()
+def test_a_model_that_overflows_has_no_score(subject, kind, feed):
+    """The argmax of NaN is some token: it would count as a wrong answer, or as the first choice."""
+    model, tokenizer = subject
+    model.lm_head.weight[5] = float("nan")
+    for protocol in PROTOCOLS:
+        (record,) = evaluate(model, tokenizer, made_up(kind), "snapkv", 16, protocol, feed=feed)
+        assert (
+            record.refused is not None and "expected numbers as logits, got NaN" in record.refused
+        )
