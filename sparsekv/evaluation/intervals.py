@@ -48,7 +48,7 @@ def interval(draws: np.ndarray) -> tuple[float, float]:
 
 @lru_cache(maxsize=32)
 def _weights(contexts: int, task: str) -> np.ndarray:
-    """How often each draw takes each context, float [draws, C]; the same for the same C and task."""
+    """How often each draw takes each context, float [draws, C]; by C and task always the same."""
     rng = np.random.default_rng([_SEED, contexts, crc32(task.encode())])
     even = np.full(contexts, 1 / contexts)
     weights = rng.multinomial(contexts, even, size=_DRAWS).astype(float)
