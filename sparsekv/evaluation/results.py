@@ -85,12 +85,12 @@ def read_records(folder: Path) -> Iterator[Record]:
         ValueError: no results, or a line that is no record.
     """
     try:
-        file = (folder / RESULTS).open(encoding="utf-8")
+        file = (folder / RESULTS).open("rb")  # a torn line may end within a character
     except OSError as error:
         raise ValueError(f"expected {RESULTS} of an evaluation in {folder}, got {error}") from error
     with file:
         for number, line in enumerate(file, 1):
-            if not line.endswith("\n"):
+            if not line.endswith(b"\n"):
                 return
             try:
                 yield Record.from_dict(json.loads(line))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -26,7 +26,8 @@ RECORD = Record("a", "snapkv", 256, "question-aware", example="0", question="q",
 
 
 def many(count: int) -> list[Record]:
-    return [replace(RECORD, question=str(i), em=float(i % 2), nll=i / 7) for i in range(count)]
+    made = replace(RECORD, text="écrit 写")
+    return [replace(made, question=str(i), em=float(i % 2), nll=i / 7) for i in range(count)]
 
 
 @settings(max_examples=10)
@@ -59,6 +60,7 @@ def test_records_are_on_the_disk_when_add_returns(tmp_path):
 
 @settings(max_examples=15)
 @given(cut=st.integers(0, 400))
+@example(cut=5)  # within a character
 def test_a_torn_last_line_is_dropped(tmp_path_factory, cut):
     """Wherever the file was cut, whole lines stay and the run goes on behind them."""
     folder = tmp_path_factory.mktemp("torn")
