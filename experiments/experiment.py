@@ -29,7 +29,7 @@ from outcome import (
     summary,
     write_csv,
 )
-from units import Arm, Options, Session, Unit, cell_unit, do, groups, options_of, parser
+from units import Arm, Options, Session, Unit, begin, cell_unit, do, groups, options_of, parser
 
 from sparsekv.bench.machine import describe
 from sparsekv.evaluation.records import PROTOCOLS
@@ -162,7 +162,7 @@ def write_run(options: Options, seconds: float) -> None:
 def main(experiment: Runnable, description: str | None) -> None:
     """Run one experiment in this process, then print its outcome."""
     options = options_of(parser(description).parse_args())
-    options.out.mkdir(parents=True, exist_ok=True)
+    begin(options)
     started = time.monotonic()
     todo = groups(experiment.units(options), options)
     session = Session(options) if todo else None

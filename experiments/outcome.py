@@ -35,11 +35,13 @@ def span(row: Row, name: str = "", form: str = ".2f") -> str:
 
 
 def by_context(records: Iterable[Row]) -> dict[str, float]:
-    """Each context's mean of the task's headline metric over its questions."""
+    """Each context's mean of the task's headline metric over its questions; nothing of what was
+    refused, even if it was answered in part."""
     values: dict[str, list[float]] = {}
     for record in records:
-        if record.get("refused") is None:
-            values.setdefault(record["example"], []).append(record[record["headline"]])
+        if record.get("refused") is not None:
+            return {}
+        values.setdefault(record["example"], []).append(record[record["headline"]])
     return {example: float(np.mean(of)) for example, of in values.items()}
 
 
@@ -47,7 +49,8 @@ def summary(records: Sequence[Row]) -> Row:
     """Mean score over contexts with its interval, and what was kept; or why there is nothing."""
     scores = by_context(records)
     if not scores:
-        return {"metric": None, "refused": records[0].get("refused")}
+        reasons = (record.get("refused") for record in records)
+        return {"metric": None, "refused": next(filter(None, reasons), None)}
     mean, low, high = bootstrap(list(scores.values()))
     held = {name: float(np.mean([record.get(name, 0) for record in records])) for name in HELD}
     metric = {"metric": records[0]["headline"], "contexts": len(scores)}

@@ -31,7 +31,7 @@ import sinks_and_recency
 import torch
 import voting_rows
 from experiment import Runnable, summarise, write_run
-from units import Options, Session, Unit, do, gates_file, groups, options_of, parser
+from units import Options, Session, Unit, begin, do, gates_file, groups, options_of, parser
 
 from sparsekv.models import resolve_device
 from sparsekv.policies import Duo
@@ -115,7 +115,7 @@ def main() -> int:
     given = arguments.parse_args()
     started = time.time()
     options = replace(options_of(given), device=resolve_device(given.device))
-    options.out.mkdir(parents=True, exist_ok=True)
+    begin(options)
     if accuracy_vs_budget.EXPERIMENT.name in given.only and not gates_file(options).exists():
         Session(options).ready(Duo())  # before processes would measure its gates at once
     left = run_shared(options, given.only, given.jobs, started + given.seconds)

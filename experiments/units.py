@@ -11,6 +11,7 @@ import argparse
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from sparsekv.evaluation.plan import Plan
 from sparsekv.evaluation.protocols import Subject
 from sparsekv.evaluation.records import PROTOCOLS
 from sparsekv.evaluation.runner import run
+from sparsekv.evaluation.session import fingerprint
 from sparsekv.evaluation.settings import admit
 from sparsekv.evaluation.tasks import TASKS
 from sparsekv.models import load, resolve_device
@@ -74,6 +76,19 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 def options_of(given: argparse.Namespace) -> Options:
     """The options among parsed arguments."""
     return Options(**{field.name: getattr(given, field.name) for field in fields(Options)})
+
+
+def begin(options: Options) -> None:
+    """Make OUT. Of an OUT that is resumed the data and the kind of device must be the same: the
+    names of units do not say them, and --dtype auto depends on the device."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    kind = resolve_device(options.device).split(":")[0]
+    facts, file = {"data": fingerprint(options.data), "device": kind}, options.out / "begun.json"
+    if not file.exists():
+        file.write_text(json.dumps(facts) + "\n", encoding="utf-8")
+    before = json.loads(file.read_text(encoding="utf-8"))
+    if before != facts:
+        sys.exit(f"error: expected what {options.out} was begun with, {before}, got {facts}")
 
 
 def gates_file(options: Options) -> Path:

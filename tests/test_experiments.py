@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -250,3 +251,21 @@ def test_the_full_evaluation_of_two_tasks(
     assert "| streaming | 64 |" not in text and (tmp_path / "against-snapkv.csv").exists()
     assert "| streaming | 64 |" in (tmp_path / "by-steps" / "table.md").read_text()
     assert full_evaluation.run(["/nowhere"], tmp_path / "log", 0.0) == 0
+
+
+def test_a_refusal_after_some_answers_is_a_refusal() -> None:
+    """A mean over the contexts before it, and zeros for what it kept, are no result."""
+    answered = {"example": "a", "headline": "em", "em": 1.0, "kept": 32.0}
+    records = [answered, {"refused": "expected x, got y", "headline": "em"}]
+    assert outcome.by_context(records) == {}
+    assert outcome.summary(records) == {"metric": None, "refused": "expected x, got y"}
+
+
+def test_a_folder_goes_on_with_its_own_data(options: units.Options, tmp_path: Path) -> None:
+    """The names of units do not say on which texts they were measured."""
+    own = replace(options, out=tmp_path / "out")
+    units.begin(own)
+    units.begin(own)
+    (tmp_path / "prose").mkdir()
+    with pytest.raises(SystemExit, match=r"error: expected what .* was begun with"):
+        units.begin(replace(own, data=tmp_path))
