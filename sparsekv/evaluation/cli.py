@@ -147,13 +147,15 @@ def measure(
     from sparsekv.bench.machine import describe
     from sparsekv.evaluation.results import Results
     from sparsekv.evaluation.runner import default_batch_tokens
-    from sparsekv.evaluation.session import Session, build_tasks, config_of
+    from sparsekv.evaluation.session import Session, build_tasks, config_of, too_long
     from sparsekv.progress import spinning
 
     with spinning("loading the model"):
         network, tokenizer = models.load(model, device, dtype)
     with spinning("making the tasks"):
         made = build_tasks(wish, tokenizer)
+    for line in too_long(made, network):
+        print(f"beware: {line}")
     tokens = batch_tokens or default_batch_tokens(network)
     about = describe(network.device, commit) | {"batch_tokens": tokens}
     name = model or models.PACKAGE

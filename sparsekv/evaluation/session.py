@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,24 @@ def build_tasks(wish: Wish, tokenizer: Any) -> list[Task]:
         find_builder(name)(Request(tokenizer, wish.data, wish.contexts(name), wish.seed))
         for name in wish.tasks
     ]
+
+
+def too_long(tasks: Sequence[Task], model: Any) -> list[str]:
+    """A line for each task with prompts and answers beyond the positions that the model knows."""
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    found = []
+    for task in tasks:
+        longest = max(
+            len(example.context) + len(q.prompt) + max(map(len, q.answers or ((),)))
+            for example in task.examples
+            for q in example.questions
+        )
+        longest += task.max_new_tokens
+        if most is not None and longest > most:
+            found.append(
+                f"{task.name} takes {longest} tokens, and the model knows {most} positions"
+            )
+    return found
 
 
 def settings_of(wish: Wish, model: Any, tokenizer: Any) -> tuple[list[Setting], dict[str, str]]:
@@ -78,11 +97,13 @@ def _policy(name: str, wish: Wish, model: Any, tokenizer: Any) -> Policy:
 
 
 def fingerprint(data: Path | None) -> str:
-    """Of all files in a data folder, or "none"."""
+    """Of all files in a data folder, linked folders too, or "none"."""
     if data is None:
         return "none"
     digest = hashlib.sha256()
-    for file in sorted(path for path in data.rglob("*") if path.is_file()):
+    folders = os.walk(data, followlinks=True)
+    files = (Path(folder, name) for folder, _, names in folders for name in names)
+    for file in sorted(path for path in files if path.is_file()):
         digest.update(file.relative_to(data).as_posix().encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:16]
 

@@ -6,6 +6,7 @@ import csv
 from pathlib import Path
 
 import pytest
+from tiny import save_tiny_model
 from typer.testing import CliRunner
 
 from sparsekv import cli
@@ -126,3 +127,13 @@ def test_help_names_the_options():
     result = CliRunner().invoke(cli.APP, ["eval", "run", "--help"], env={"COLUMNS": "200"})
     for option in ("--policies", "--budgets", "--protocol", "--resume", "--full", "--smoke"):
         assert option in result.stdout
+
+
+def test_prompts_beyond_the_model_are_told(tmp_path):
+    """Whatever it says behind the last position that it knows says nothing about a policy."""
+    short = save_tiny_model(tmp_path / "m", max_position_embeddings=1030)
+    line = ["--model", short, "--dtype", "float32", "--policies", "full", "--samples", 1]
+    result = call(*line, "--tasks", "icl-1k", "--out", tmp_path / "out")
+    assert result.exit_code == 0
+    assert "beware: icl-1k takes 10" in result.stdout
+    assert "tokens, and the model knows 1030 positions" in result.stdout

@@ -10,6 +10,7 @@ from test_eval_table import DENSE, SNAP
 
 from sparsekv.evaluation.cells import collect, merged
 from sparsekv.evaluation.results import Results, read_records
+from sparsekv.evaluation.session import fingerprint
 from sparsekv.policies import Duo
 
 CONFIG = {"model": "m", "seed": 0, "samples": {"t": 2}, "data": "x", "dtype": "bfloat16"}
@@ -93,3 +94,15 @@ def test_answers_fed_in_two_ways_are_not_compared(tmp_path):
             results.add(DENSE)
     with pytest.raises(ValueError, match="expected folders of one feed"):
         merged([tmp_path / "chunk", tmp_path / "steps"])
+
+
+def test_linked_folders_are_data(tmp_path):
+    """Else two folders of other texts, both of links, were taken for the same."""
+    found = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / f"{name}-prose").mkdir()
+        (tmp_path / f"{name}-prose" / "a.txt").write_text(name)
+        (tmp_path / name / "prose").symlink_to(tmp_path / f"{name}-prose")
+        found.append(fingerprint(tmp_path / name))
+    assert found[0] != found[1] != fingerprint(None) == "none"
