@@ -14,6 +14,7 @@ the whole table.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,15 +74,15 @@ def massive(
     None: the one with the largest number.
 
     Raises:
-        ValueError: ids of another shape, a layer that does not exist, a negative threshold, or a
-            model whose decoder layers cannot be found.
+        ValueError: ids of another shape, a layer that does not exist, a negative threshold, a
+            model whose decoder layers cannot be found, or hidden states that are NaN.
     """
     modules = decoder_modules(model, "to look at their outputs")
     if ids.ndim != 2 or ids.shape[0] != 1 or not ids.shape[1]:
         raise ValueError(f"expected ids of one text [1, T], got {list(ids.shape)}")
     if layer is not None and not 0 <= layer < len(modules):
         raise ValueError(f"expected a layer in 0 .. {len(modules) - 1}, got {layer}")
-    if min(magnitude, ratio) < 0:
+    if not (magnitude >= 0 and ratio >= 0):  # NaN fails here too
         raise ValueError(f"expected thresholds >= 0, got {magnitude} and {ratio}")
     collected = _Collected(magnitude, ratio, layer)
     handles = [m.register_forward_hook(collected.hook(i)) for i, m in enumerate(modules)]
@@ -119,6 +120,8 @@ class _Collected:
         largest = size.flatten().topk(min(_TOP, size.numel())).values.tolist()
         self.top.append(largest + [largest[-1]] * (_TOP - len(largest)))
         self.median.append(float(size.median()))
+        if math.isnan(self.median[-1]):  # nothing is larger than NaN: none would be found
+            raise ValueError(f"expected numbers behind layer {layer}, got NaN: does it overflow?")
         where = (size > self.magnitude) & (size.float() >= self.ratio * self.median[-1])
         for position, feature in where.nonzero().tolist():
             self.found.append(Massive(layer, position, feature, float(h[position, feature])))

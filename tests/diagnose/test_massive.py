@@ -108,3 +108,14 @@ def test_settings_that_make_no_sense(settings):
         massive(tiny_llama(), prompt(8), **settings)
     with pytest.raises(ValueError, match="expected ids of one text"):
         massive(tiny_llama(), prompt(8)[0])
+
+
+def test_a_model_that_overflows_is_told():
+    """Nothing is larger than NaN, so no massive activation would be found."""
+    model, ids = planted()
+    model.model.layers[1].mlp.down_proj.weight.data[0] = float("nan")
+    with pytest.raises(ValueError, match="expected numbers behind layer 1, got NaN"):
+        massive(model, ids)
+    for settings in ({"magnitude": float("nan")}, {"ratio": float("nan")}):
+        with pytest.raises(ValueError, match="expected thresholds >= 0"):
+            massive(model, ids, **settings)
