@@ -68,7 +68,7 @@ def loss_curves(
     Raises:
         ValueError: no text, different lengths, one without a token beyond window and later, an
             unknown measure, a model without full-attention layers or whose decoder layers or output
-            projections cannot be found, or one that `watch` refuses.
+            projections cannot be found, one that `watch` refuses, or losses that are not finite.
     """
     one_of("measure", measure, ("error", "mass"))
     lengths = sorted({int(ids.shape[1]) for ids in texts})
@@ -83,7 +83,10 @@ def loss_curves(
     found = [make(model, ids, scorer, slots) for ids in texts]
     if not found[0].size:
         raise ValueError(f"expected full-attention layers, got none in {type(model).__name__}")
-    return Curves(np.stack(found), slots, tokens)
+    loss = np.stack(found)
+    if not np.isfinite(loss).all():
+        raise ValueError("expected finite losses, got NaN or infinity: does the model overflow?")
+    return Curves(loss, slots, tokens)
 
 
 def _grid(first: int, last: int, page: int) -> np.ndarray:

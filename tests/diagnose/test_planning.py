@@ -108,6 +108,10 @@ def test_what_cannot_be_measured():
             loss_curves(tiny_llama(), texts, scorer=SCORER, later=9)
     with pytest.raises(ValueError, match="expected measure to be one of error, mass"):
         loss_curves(tiny_llama(), [prompt(30)], scorer=SCORER, later=9, measure="loss")
+    broken = tiny_llama()  # as one that overflows: it would get a plan of no meaning
+    broken.model.layers[1].mlp.down_proj.weight.data[0] = float("nan")
+    with pytest.raises(ValueError, match="expected finite losses, got NaN"):
+        loss_curves(broken, [prompt(30)], scorer=SCORER, later=9)
 
 
 @pytest.mark.filterwarnings("ignore:every layer of")
