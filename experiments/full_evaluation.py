@@ -36,7 +36,7 @@ def given() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder for results; resumed")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--model", help="Hugging Face id or folder; without it, SmolLM2-135M")
-    parser.add_argument("--plan", type=Path, default=PLAN, help="of that model, for planned")
+    parser.add_argument("--plan", type=Path, help="of that model, for planned; else measured")
     parser.add_argument("--gates", type=Path, help="of that model, for duo; else measured")
     parser.add_argument("--tasks", nargs="+", default=list(FULL), metavar="TASK")
     parser.add_argument("--samples", type=int, default=100, help="contexts a task")
@@ -50,11 +50,12 @@ def given() -> argparse.Namespace:
 
 def command(options: argparse.Namespace, folder: Path, policies: Sequence[str]) -> list[str]:
     """`sparsekv eval run` of these policies on the task that the folder is called after."""
+    plan = options.plan or (PLAN if options.model is None else None)
     made = {
         "device": options.device, "data": options.data, "policies": ",".join(policies),
         "tasks": folder.name, "samples": options.samples, "seed": options.seed, "out": folder,
         "batch-tokens": options.batch_tokens, "model": options.model, "commit": options.commit,
-        "plan": options.plan if Planned.name in policies else None,
+        "plan": plan if Planned.name in policies else None,
         "gates": options.gates if Duo.name in policies else None,
     }  # fmt: skip
     words = [(f"--{key}", str(value)) for key, value in made.items() if value is not None]

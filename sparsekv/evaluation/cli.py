@@ -162,7 +162,7 @@ def measure(
     config = config_of(wish, made, {"model": name, "dtype": dtype}, about)
     with Results(out, config, resume=resume) as results:
         with spinning("checking the policies"):
-            session = Session.begin(wish, network, tokenizer, made, name)
+            session = Session.begin(wish, network, tokenizer, made, name, results)
         whole = _fill(session, results, tokens, deadline)
     if not whole:
         print("time is up: with --resume the same command goes on")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import sparsekv
-from sparsekv.diagnose import default_plan
+from sparsekv.diagnose import default_plan, write_plan
 from sparsekv.evaluation.example import Request, Task
 from sparsekv.evaluation.lookup import find_builder
 from sparsekv.evaluation.plan import Plan
@@ -56,7 +56,9 @@ def too_long(tasks: Sequence[Task], model: Any) -> list[str]:
     return found
 
 
-def settings_of(wish: Wish, model: Any, tokenizer: Any) -> tuple[list[Setting], dict[str, str]]:
+def settings_of(
+    wish: Wish, model: Any, tokenizer: Any, results: Results
+) -> tuple[list[Setting], dict[str, str]]:
     """Settings of all policies that the model accepts, and why it refuses the others.
 
     The model is left with a dense patch, under which caches of all settings are served.
@@ -68,7 +70,7 @@ def settings_of(wish: Wish, model: Any, tokenizer: Any) -> tuple[list[Setting], 
     refused: dict[str, str] = {}
     for name in wish.policies:
         try:
-            policy = _policy(name, wish, model, tokenizer)
+            policy = _policy(name, wish, model, tokenizer, results)
             settings += admit(model, policy, wish.budgets, wish.feed)
         except ValueError as error:
             if {Duo.name: wish.gates, Planned.name: wish.plan}.get(name) is not None:
@@ -78,17 +80,28 @@ def settings_of(wish: Wish, model: Any, tokenizer: Any) -> tuple[list[Setting], 
     return settings, refused
 
 
-def _policy(name: str, wish: Wish, model: Any, tokenizer: Any) -> Policy:
-    """duo gets gates from a file, or measured on the beginning of each prose text of the data;
-    planned a plan from a file, or one made of texts that no task uses."""
-    if name == Planned.name:
-        plan = wish.plan
-        return default_plan(model, tokenizer).policy() if plan is None else Planned.load(plan)
-    if name != Duo.name:
+def _policy(name: str, wish: Wish, model: Any, tokenizer: Any, results: Results) -> Policy:
+    """duo has gates and planned a plan: from a file, or measured, and then kept beside the results
+    for the parts of the run that follow, where they might come out with other last digits."""
+    if name not in (Duo.name, Planned.name):
         return get_policy(name).with_tokenizer(tokenizer)
-    if wish.gates is not None:
-        return Duo.load(wish.gates)
-    files = sorted(wish.data.glob("prose/*.txt")) if wish.data is not None else []
+    kind, given = (Duo, wish.gates) if name == Duo.name else (Planned, wish.plan)
+    kept = results.path.parent / f"{name}.json"
+    if given is None and results.records and kept.exists():
+        given = kept
+    if given is not None:
+        return kind.load(given)
+    if kind is Planned:  # of texts that no task uses
+        write_plan(default_plan(model, tokenizer), kept, {})
+        return Planned.load(kept)
+    duo = _measured(wish.data, model, tokenizer)
+    duo.save(kept)
+    return duo
+
+
+def _measured(data: Path | None, model: Any, tokenizer: Any) -> Duo:
+    """duo with gates measured on the beginning of each prose text of the data."""
+    files = sorted(data.glob("prose/*.txt")) if data is not None else []
     if not files:
         raise ValueError("expected --gates, or prose in --data to measure gates on, got neither")
     starts = (file.read_text(encoding="utf-8")[: 8 * _CALIBRATION] for file in files)
@@ -134,10 +147,11 @@ class Session:
 
     @classmethod
     def begin(
-        cls, wish: Wish, model: Any, tokenizer: Any, tasks: Sequence[Task], name: str
-    ) -> Session:
-        """name: of the model, for the records."""
-        settings, refused = settings_of(wish, model, tokenizer)
+        cls, wish: Wish, model: Any, tokenizer: Any, tasks: Sequence[Task], name: str,
+        results: Results,
+    ) -> Session:  # fmt: skip
+        """name: of the model, for the records. results: that are to be filled."""
+        settings, refused = settings_of(wish, model, tokenizer, results)
         return cls(wish, model, tokenizer, tasks, settings, refused, name)
 
     @property

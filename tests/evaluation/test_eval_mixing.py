@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 from test_eval_cli import call
 from test_eval_table import DENSE, SNAP
 
+from sparsekv.evaluation import session
 from sparsekv.evaluation.cells import collect, merged
 from sparsekv.evaluation.results import Results, read_records
 from sparsekv.evaluation.session import fingerprint
@@ -40,6 +42,22 @@ def test_a_run_does_not_go_on_with_other_gates(line, tmp_path):
     assert none.exit_code == 2 and "expected duo to be accepted as in the run" in none.stderr
     assert call(*line, *gates, "--resume").exit_code == 0
     assert (tmp_path / "out" / "results.jsonl").read_bytes() == before
+
+
+def test_measured_gates_and_plans_are_kept(folder, data, tmp_path, monkeypatch):
+    """Measured once more, on another machine, their last digits could differ."""
+    out = tmp_path / "out"
+    line = [
+        "--model", folder, "--dtype", "float32", "--tasks", "icl-1k", "--samples", 1, "--data",
+        data, "--policies", "duo,planned", "--protocol", "question-aware", "--out", out,
+    ]  # fmt: skip
+    assert call(*line, "--budgets", 64).exit_code == 0
+    for name in ("_measured", "default_plan"):
+        monkeypatch.setattr(session, name, None)
+    later = call(*line, "--budgets", "64,96", "--resume")
+    assert later.exit_code == 0, later.output
+    found = {(r.policy, json.dumps(r.settings)): r.refused for r in read_records(out)}
+    assert set(found.values()) == {None} and len(found) == 3
 
 
 def test_a_wrong_file_is_a_mistake_and_no_refusal(line, tmp_path):
