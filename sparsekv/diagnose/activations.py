@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sparsekv.hf.check import evaluating
+from sparsekv.hf.check import check_positions, evaluating
 from sparsekv.hf.layers import decoder_modules
 
 _TOP = 3
@@ -74,12 +74,13 @@ def massive(
     None: the one with the largest number.
 
     Raises:
-        ValueError: ids of another shape, a layer that does not exist, a negative threshold, a
-            model whose decoder layers cannot be found, or hidden states that are NaN.
+        ValueError: ids of another shape or too many, a layer that does not exist, a negative
+            threshold, a model whose decoder layers cannot be found, or hidden states that are NaN.
     """
     modules = decoder_modules(model, "to look at their outputs")
     if ids.ndim != 2 or ids.shape[0] != 1 or not ids.shape[1]:
         raise ValueError(f"expected ids of one text [1, T], got {list(ids.shape)}")
+    check_positions(model, ids.shape[1])
     if layer is not None and not 0 <= layer < len(modules):
         raise ValueError(f"expected a layer in 0 .. {len(modules) - 1}, got {layer}")
     if not (magnitude >= 0 and ratio >= 0):  # NaN fails here too

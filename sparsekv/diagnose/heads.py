@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from sparsekv.hf.check import check_positions
 from sparsekv.hf.watch import Attended, watch
 from sparsekv.kernels.column_scores import column_scores
 from sparsekv.kernels.row_entropy import row_entropy
@@ -63,8 +64,8 @@ def attention(
     top: numbers of columns; one above T stands for all of them.
 
     Raises:
-        ValueError: a text that is not longer than sinks + recent, settings below 1 (sinks: 0), a
-            sharded model, or one that `sparsekv.patch` refuses.
+        ValueError: a text that is not longer than sinks + recent, or too long, settings below 1
+            (sinks: 0), a sharded model, or one that `sparsekv.patch` refuses.
     """
     if sinks < 0 or min(recent, *top, 1) < 1:
         raise ValueError(
@@ -75,6 +76,7 @@ def attention(
             f"expected a text of more than {sinks + recent} tokens (sinks + recent), got "
             f"{ids.shape[-1]}"
         )
+    check_positions(model, ids.shape[-1])
     collected = _Collected(sinks, recent, tuple(top))
     watch(model, ids, collected.see)
     columns = [torch.stack(rows) for rows in zip(*collected.rows, strict=True)]

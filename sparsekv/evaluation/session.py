@@ -104,8 +104,9 @@ def _measured(data: Path | None, model: Any, tokenizer: Any) -> Duo:
     files = sorted(data.glob("prose/*.txt")) if data is not None else []
     if not files:
         raise ValueError("expected --gates, or prose in --data to measure gates on, got neither")
-    starts = (file.read_text(encoding="utf-8")[: 8 * _CALIBRATION] for file in files)
-    texts = [tokenizer(text, return_tensors="pt").input_ids[:, :_CALIBRATION] for text in starts]
+    most = min(_CALIBRATION, getattr(model.config, "max_position_embeddings", _CALIBRATION))
+    starts = (file.read_text(encoding="utf-8")[: 8 * most] for file in files)
+    texts = [tokenizer(text, return_tensors="pt").input_ids[:, :most] for text in starts]
     return sparsekv.calibrate_duo(model, texts)
 
 

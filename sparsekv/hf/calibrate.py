@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from sparsekv.hf.check import check_positions
 from sparsekv.hf.watch import Attended, attention, watch
 from sparsekv.policies import Duo
 
@@ -42,8 +43,8 @@ def calibrate_duo(
         sparsity, sinks, recent: see `Duo`; gates hold for the window they were measured with.
 
     Raises:
-        ValueError: no text, a text that is too short, strings without a tokenizer, a sharded model,
-            or one that `patch` refuses.
+        ValueError: no text, a text that is too short or too long for the model, strings without a
+            tokenizer, a sharded model, or one that `patch` refuses.
     """
     settings = Duo(sparsity=sparsity, sinks=sinks, recent=recent)
     prompts = [_ids(text, tokenizer, sinks + recent) for text in texts]
@@ -79,6 +80,7 @@ def _measure(model: PreTrainedModel, ids: Tensor, settings: Duo) -> tuple[Tensor
         if seen.window is None:
             rows.append(_wrong_and_total(seen, settings).cpu())
 
+    check_positions(model, ids.shape[1])
     watch(model, ids, see)
     if not rows:
         raise ValueError(f"expected full-attention layers, got none in {type(model).__name__}")

@@ -22,6 +22,17 @@ _TEST_TOKENS = 8
 _ROTARY_TYPES = ("default", "linear", "llama3", "yarn")  # frequencies do not depend on the length
 
 
+def check_positions(model: PreTrainedModel, tokens: int) -> None:
+    """Raise ValueError for a text beyond the positions that the model knows: what is measured there
+    says nothing about it."""
+    most = getattr(model.config, "max_position_embeddings", None)
+    if most is not None and tokens > most:
+        raise ValueError(
+            f"expected a text of at most {most} tokens, the positions that the model knows, got "
+            f"{tokens}"
+        )
+
+
 def check_config(model: PreTrainedModel) -> None:
     """Raise ValueError for what the config alone rules out."""
     if not isinstance(model, PreTrainedModel):

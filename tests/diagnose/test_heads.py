@@ -11,7 +11,7 @@ from families import build
 from rig import greedy, prompt, tiny_llama
 
 import sparsekv
-from sparsekv.diagnose import attention
+from sparsekv.diagnose import attention, massive
 from sparsekv.diagnose.attention_files import write_attention
 from sparsekv.diagnose.heads import describe, head_columns
 from sparsekv.headwise import Scores
@@ -148,3 +148,18 @@ def test_a_long_layer_needs_64_mb_beside_its_inputs():
     described = describe(seen, 4, 64, (16, 256, 4096))
     assert torch.cuda.max_memory_allocated() - before <= 64 << 20
     assert all(x.isfinite().all() for x in described)
+
+
+def test_texts_beyond_the_model_are_refused():
+    """What is measured behind the last position that a model knows says nothing about it."""
+    model, ids = tiny_llama(), prompt(60)
+    model.config.max_position_embeddings = 50
+    message = "expected a text of at most 50 tokens, the positions that the model knows, got 60"
+    measured = (
+        lambda: attention(model, ids, sinks=1, recent=4),
+        lambda: massive(model, ids),
+        lambda: sparsekv.calibrate_duo(model, [ids], sinks=1, recent=4),
+    )
+    for measure in measured:
+        with pytest.raises(ValueError, match=message):
+            measure()

@@ -129,11 +129,13 @@ def test_help_names_the_options():
         assert option in result.stdout
 
 
-def test_prompts_beyond_the_model_are_told(tmp_path):
-    """Whatever it says behind the last position that it knows says nothing about a policy."""
+def test_prompts_beyond_the_model_are_told(data, tmp_path):
+    """Whatever it says behind the last position that it knows says nothing about a policy. Gates
+    are not measured there."""
     short = save_tiny_model(tmp_path / "m", max_position_embeddings=1030)
-    line = ["--model", short, "--dtype", "float32", "--policies", "full", "--samples", 1]
-    result = call(*line, "--tasks", "icl-1k", "--out", tmp_path / "out")
+    line = ["--model", short, "--dtype", "float32", "--policies", "duo", "--samples", 1]
+    result = call(*line, "--tasks", "icl-1k", "--data", data, "--out", tmp_path / "out")
     assert result.exit_code == 0
+    assert all(record.refused is None for record in read_records(tmp_path / "out"))
     assert "beware: icl-1k takes 10" in result.stdout
     assert "tokens, and the model knows 1030 positions" in result.stdout
