@@ -30,6 +30,13 @@ class Question:
     right: int = 0
     references: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        if not self.prompt or not all(self.answers):
+            raise ValueError(
+                f"expected at least one token in the prompt and in every answer of question "
+                f"{self.id!r}, got {self.prompt} and {self.answers}"
+            )
+
 
 @dataclass(frozen=True)
 class Example:
@@ -56,6 +63,30 @@ class Task:
     max_new_tokens: int = 0
     score: Callable[[str, tuple[str, ...]], float] | None = None
     control: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for what would give a score of no meaning, or one question for two."""
+        if self.kind == "generated" and (self.score is None or self.max_new_tokens < 1):
+            raise ValueError(f"expected a score and max_new_tokens >= 1 in {self.name}, got less")
+        _once([example.id for example in self.examples], self.name)
+        for example in self.examples:
+            _once([question.id for question in example.questions], f"{self.name} {example.id}")
+            for question in example.questions:
+                self._check(question)
+
+    def _check(self, question: Question) -> None:
+        count, right = len(question.answers), question.right
+        fits = {"forced": count == 1, "choice": 0 <= right < count, "generated": count == 0}
+        if not fits[self.kind]:
+            raise ValueError(
+                f"expected answers as kind {self.kind!r} takes them in question {question.id!r} of "
+                f"{self.name}, got {count} and right={right}"
+            )
+
+
+def _once(names: list[str], where: str) -> None:
+    if len(set(names)) < len(names):
+        raise ValueError(f"expected every id once in {where}, got {sorted(names)}")
 
 
 @dataclass(frozen=True)

@@ -156,8 +156,7 @@ class Reading:
 
     def _text(self, text: str, asked: Asked) -> dict[str, Any]:
         score = self.plan.task.score
-        if score is None:
-            raise AssertionError(f"task {self.plan.task.name} generates text, but has no score")
+        assert score is not None  # `Task` has seen to it
         return {"text": text, "score": score(text, asked.question.references)}
 
     def _refusals(self, setting: Setting, protocols: list[str], error: ValueError) -> list[Record]:

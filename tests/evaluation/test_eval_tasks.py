@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 from eval_rig import made_up
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsekv.evaluation.example import Request
+from sparsekv.evaluation.example import Example, Question, Request, Task
 from sparsekv.evaluation.tasks import FULL, SMOKE, TASKS
 from sparsekv.evaluation.tasks.icl import icl
 from sparsekv.evaluation.tasks.lm import lm
@@ -236,3 +237,28 @@ def test_made_up_tasks_have_no_ties():
     """Of the rig itself: no token twice in a context."""
     for e in made_up().examples:
         assert len(set(e.context)) == len(e.context)
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        (lambda q: ("forced", [q, q], {}), "expected every id once in own 0"),
+        (lambda q: ("choice", [replace(q, right=1)], {}), "expected answers as kind 'choice'"),
+        (lambda q: ("generated", [q], {}), "expected a score and max_new_tokens >= 1 in own"),
+        (lambda q: ("forced", [replace(q, answers=())], {}), "expected answers as kind 'forced'"),
+        (lambda q: ("forced", [replace(q, prompt=())], {}), "expected at least one token in the"),
+        (lambda q: ("forced", [replace(q, answers=((),))], {}), "expected at least one token in"),
+    ],
+)
+def test_own_tasks_that_would_give_a_number_of_no_meaning(task, message):
+    with pytest.raises(ValueError, match=message):
+        kind, questions, more = task(Question("q", (1,), ((2,),)))
+        Task("own", kind, "em", (Example("0", (3, 4), tuple(questions)),), **more)
+
+
+def test_no_question_of_xquad_is_asked_twice_in_a_context(data, subject):
+    """Few paragraphs: a context at the end of a round may hold one of them twice."""
+    for seed in range(6):
+        task = xquad(Request(subject[1], data, 100, seed), 1024)
+        for example in task.examples:
+            assert len({q.id for q in example.questions}) == len(example.questions)

@@ -64,6 +64,7 @@ def _questions(
     rng.shuffle(asked)
     depth = max(map(len, asked), default=0)
     every = [questions[i] for i in range(depth) for questions in asked if i < len(questions)]
+    every = list(dict.fromkeys(every))  # where a round ends, a context may hold a paragraph twice
     demos, rest = every[:_DEMOS], every[_DEMOS : _DEMOS + _QUESTIONS]
     if not rest:
         raise ValueError(
