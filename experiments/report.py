@@ -72,6 +72,7 @@ def evaluation(facts: dict[str, Any], folder: Path, link: Link) -> list[str]:
     counts = ", ".join(f"{task} {count}" for task, count in facts["samples"].items())
     parts += [
         f"Model {facts['model']}, {facts['dtype']}, seed {facts['seed']}. Contexts: {counts}.\n",
+        *([f"{facts['note']}\n"] if "note" in facts else []),
         *([f"Too few to conclude from alone: {', '.join(few)}.\n"] if few and not smoke else []),
         f"![accuracy against memory]({link(folder / 'frontier.png')})\n",
         "Score: the mean over all tasks but the control; a task scored by nll counts with its "
