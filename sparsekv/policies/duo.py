@@ -72,15 +72,22 @@ class Duo(Policy):
         Raises:
             ValueError: a file that holds something else.
         """
-        text = Path(path).read_text()
-        if Path(path).suffix == ".tsv":
-            lines = [line.split("\t") for line in text.splitlines() if line.strip()]
-            return cls(tuple(tuple(float(gate) for gate in line) for line in lines), **settings)
-        data = json.loads(text)
-        if not isinstance(data, dict) or "gates" not in data:
-            raise ValueError(f"expected a JSON object with gates in {path}, got something else")
-        gates = tuple(tuple(float(gate) for gate in layer) for layer in data["gates"])
-        return cls(**(data | settings | {"gates": gates}))
+        try:
+            text, data = Path(path).read_text(encoding="utf-8"), {}
+            if Path(path).suffix == ".tsv":
+                rows = [line.split("\t") for line in text.splitlines() if line.strip()]
+            else:
+                data = dict(json.loads(text))
+                rows = data.pop("gates")
+            if not data.keys() <= {"sparsity", "sinks", "recent"}:
+                raise KeyError(*data)
+            gates = tuple(tuple(float(gate) for gate in row) for row in rows)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"expected gates that `sparsekv gates` wrote, or a .tsv of them, in {path}, got "
+                "something else"
+            ) from error
+        return cls(gates, **(data | settings))
 
     def save(self, path: str | Path) -> None:
         """Gates and settings as JSON."""
