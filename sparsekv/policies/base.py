@@ -61,6 +61,8 @@ class LayerPlan:
     before attention once `budget` slots are in use, so never more than `budget` are held; "evict"
     attends budget + 1 keys, then drops the lowest; "interval" appends until more than `budget`
     slots are held after a step, then keeps the `low` best by the statistics over the keys held.
+    "replace" and "evict" do not ask `score`: they go by the score per slot that a stateful policy
+    observes, or by position (`Policy.evicts_by`).
     prefill: slots that a prompt leaves; None: budget.
     low: slots that a compression of decode="interval" leaves, and only there.
     heads: one plan a KV head, in place of budget, sinks and recent, which then say nothing.
