@@ -39,6 +39,16 @@ def test_its_picture_is_there(cls: type[Policy]) -> None:
     assert picture.is_file(), f"run: {command}"
 
 
+@every_policy
+def test_other_tables_have_its_line(cls: type[Policy]) -> None:
+    """That of the README, and the list that the first notebook prints."""
+    readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    link, acts = f"[`{cls.name}`](docs/policies.md#{cls.name})", catalogue.facts_of(cls).acts
+    assert f"| {link} | {cls.keeps} | {acts} |" in readme
+    notebook = DOCS.parent / "experiments" / "notebooks" / "1_quick_start.ipynb"
+    assert ", ".join(POLICIES) in notebook.read_text(encoding="utf-8")
+
+
 def test_the_document_is_up_to_date() -> None:
     """Nothing in it that no policy says."""
     result = CliRunner().invoke(cli.APP, ["policies", "--markdown"])
