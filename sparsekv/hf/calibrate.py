@@ -42,9 +42,11 @@ def calibrate_duo(
         sparsity, sinks, recent: see `Duo`; gates hold for the window they were measured with.
 
     Raises:
-        ValueError: no text, a text that is too short, strings without a tokenizer, a sharded model,
-            or one that `patch` refuses.
+        ValueError: no text, a str in place of a list, a text that is too short, strings without a
+            tokenizer, a sharded model, or one that `patch` refuses.
     """
+    if isinstance(texts, str):
+        raise ValueError("expected a list of texts, got a str")
     settings = Duo(sparsity=sparsity, sinks=sinks, recent=recent)
     prompts = [_ids(text, tokenizer, sinks + recent) for text in texts]
     if not prompts:

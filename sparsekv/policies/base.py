@@ -278,6 +278,12 @@ def pool_columns(columns: Tensor, kernel: int, mode: str, limit: Tensor) -> Tens
     return torch.where(inside, pooled, columns)
 
 
+def flag(name: str, value: bool) -> None:
+    """Raise ValueError unless `value` is True or False: "false" of a file would count as True."""
+    if not isinstance(value, bool):
+        raise ValueError(f"expected {name} to be True or False, got {value!r}")
+
+
 def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     """Raise ValueError unless `value` is one of `allowed`."""
     if value not in allowed:
