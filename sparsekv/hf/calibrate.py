@@ -42,7 +42,7 @@ def calibrate_duo(
         sparsity, sinks, recent: see `Duo`; gates hold for the window they were measured with.
 
     Raises:
-        ValueError: no text, a str in place of a list, a text that is too short, strings without a
+        ValueError: no text, a text that is too short or too long for the model, strings without a
             tokenizer, a sharded model, or one that `patch` refuses.
     """
     if isinstance(texts, str):

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -70,24 +70,22 @@ class Duo(Policy):
         number a KV head.
 
         Raises:
-            ValueError: a file that holds something else.
+            ValueError: a file that cannot be read or holds something else.
         """
         try:
-            text, data = Path(path).read_text(encoding="utf-8"), {}
-            if Path(path).suffix == ".tsv":
-                rows = [line.split("\t") for line in text.splitlines() if line.strip()]
-            else:
-                data = dict(json.loads(text))
-                rows = data.pop("gates")
-            if not data.keys() <= {"sparsity", "sinks", "recent"}:
-                raise KeyError(*data)
-            gates = tuple(tuple(float(gate) for gate in row) for row in rows)
-        except (ValueError, KeyError, TypeError) as error:
+            text = Path(path).read_text(encoding="utf-8")
+            rows = [line.split("\t") for line in text.splitlines() if line.strip()]
+            published = Path(path).suffix == ".tsv"
+            data: dict[str, Any] = {"gates": rows} if published else json.loads(text)
+            gates = tuple(tuple(float(gate) for gate in layer) for layer in data["gates"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"expected gates that `sparsekv gates` wrote, or a .tsv of them, in {path}, got "
-                "something else"
+                f"expected a JSON object with gates, or a .tsv of them, in {path}, got {error!r}"
             ) from error
-        return cls(gates, **(data | settings))
+        more = data.keys() - {f.name for f in fields(cls)}
+        if more:
+            raise ValueError(f"expected the fields of Duo alone in {path}, got {sorted(more)}")
+        return cls(**(data | settings | {"gates": gates}))
 
     def save(self, path: str | Path) -> None:
         """Gates and settings as JSON."""

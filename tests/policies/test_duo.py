@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from harness import shape
 
@@ -74,19 +76,27 @@ def test_save_and_load(tmp_path):
     assert Duo.small_window(GATES) == Duo(GATES, sinks=16, recent=64)
     with pytest.raises(ValueError, match="expected Duo"):
         Duo().save(file)
+    file.write_text(json.dumps([1, 2]))
+    with pytest.raises(ValueError, match="expected a JSON object with gates"):
+        Duo.load(file)
     published = tmp_path / "full_attention_heads.tsv"
     published.write_text("".join("\t".join(map(str, layer)) + "\n" for layer in GATES))
     assert Duo.load(published, sinks=5) == Duo(GATES, sinks=5)
 
 
-@pytest.mark.parametrize("name", ["gates.json", "gates.tsv"])
-@pytest.mark.parametrize(
-    "text",
-    ["a report\n", "[1, 2]", '{"sinks": 4}', '{"gates": 3}', '{"gates": [["a"]]}',
-     '{"gates": [[0.5]], "recent": 9, "wndow": 3}'],
-)  # fmt: skip
-def test_a_file_of_something_else_is_named(tmp_path, name, text):
-    """Not the JSON module's words, nor a TypeError of the class, about a file nobody names."""
-    (tmp_path / name).write_text(text)
-    with pytest.raises(ValueError, match=f"expected gates that .* in .*{name}, got something else"):
-        Duo.load(tmp_path / name)
+@pytest.mark.parametrize("text", ["", "no", "{}", '{"gates": 3}', '{"gates": [["a"]]}'])
+def test_files_that_hold_no_gates(tmp_path, text):
+    """A user's mistake is a ValueError, whatever is wrong with the file."""
+    for file in (tmp_path / "gates.json", tmp_path / "gates.tsv"):
+        file.write_text(text or "a\tb\n")
+        with pytest.raises(ValueError, match=r"expected .*gates"):
+            Duo.load(file)
+    with pytest.raises(ValueError, match="expected a JSON object with gates"):
+        Duo.load(tmp_path / "none.json")
+
+
+def test_a_misspelt_field_is_not_ignored(tmp_path):
+    file = tmp_path / "gates.json"
+    file.write_text(json.dumps({"gates": GATES, "sparsty": 0.3}))
+    with pytest.raises(ValueError, match=r"expected the fields of Duo alone .* \['sparsty'\]"):
+        Duo.load(file)
