@@ -1,7 +1,8 @@
 """docs/policies.md: what each policy is, taken from its class, its docstring and its `facts`.
 
-The formula of a policy is what its module's docstring indents. Statistics, settings, presets and
-the tensor-parallel need are asked of the class, so they cannot be out of date.
+What is said of a policy is its module's docstring but for the title; what that indents is the
+formula. Statistics, settings, presets and the tensor-parallel need are asked of the class, so they
+cannot be out of date.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def section(cls: type[Policy]) -> list[str]:
         "tensor parallel": _tensor_parallel(cls),
         "paper": _linked(cls.paper),
     }
-    lines = [f"## {cls.name}", "", f"Keeps {cls.keeps}.", "", "```text", *formula(cls), "```", ""]
+    lines = [f"## {cls.name}", "", f"Keeps {cls.keeps}.", "", *explanation(cls)]
     lines += [*_table(("", ""), about.items()), ""]
     settings = list(_settings(cls))
     lines += _table(("setting", "default", "values"), settings) if settings else ["No settings."]
@@ -75,13 +76,18 @@ def facts_of(cls: type[Policy]) -> Facts:
     return facts
 
 
-def formula(cls: type[Policy]) -> list[str]:
-    """The indented blocks of the module's docstring."""
+def explanation(cls: type[Policy]) -> list[str]:
+    """The module's docstring after its title: the letters of a formula are told around it."""
     text = inspect.cleandoc(inspect.getmodule(cls).__doc__ or "")
-    paragraphs = [part for part in text.split("\n\n") if part.startswith("    ")]
-    if not paragraphs:
+    lines: list[str] = []
+    for paragraph in text.split("\n\n")[1:]:
+        if paragraph.startswith("    "):
+            lines += ["```text", *(line[4:] for line in paragraph.splitlines()), "```", ""]
+        else:
+            lines += [*paragraph.splitlines(), ""]
+    if "```text" not in lines:
         raise ValueError(f"expected an indented formula in the docstring of {cls.__module__}")
-    return [line[4:] for line in "\n\n".join(paragraphs).splitlines()]
+    return lines
 
 
 def statistics(policy: Policy) -> Iterator[str]:
@@ -149,13 +155,19 @@ def _settings(cls: type[Policy]) -> Iterator[tuple[str, ...]]:
 
 
 def _presets(cls: type[Policy]) -> Iterator[str]:
-    """Class methods of the class itself that need no argument."""
+    """Class methods of the class itself that need no argument, or settings only."""
+    settings = {f.name for f in dataclasses.fields(cls)}
     for name, member in vars(cls).items():
         if isinstance(member, classmethod) and not name.startswith("_"):
             build = getattr(cls, name)
-            if not inspect.signature(build).parameters:
+            parameters = inspect.signature(build).parameters.values()
+            if all(p.name in settings or p.default is not p.empty for p in parameters):
+                shown = (
+                    p.name if p.default is p.empty else f"{p.name}={p.default!r}"
+                    for p in parameters
+                )  # fmt: skip
                 about = (inspect.getdoc(build) or "").splitlines()[0]
-                yield f"- `{cls.__name__}.{name}()`: {about}"
+                yield f"- `{cls.__name__}.{name}({', '.join(shown)})`: {about}"
 
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:

@@ -189,12 +189,21 @@ def _write_json(file: Path, setting: dict[str, Any], sparse: Run, dense: Run | N
 def read_policy(
     name: str, gates: Path | None = None, plan: Path | None = None
 ) -> sparsekv.policies.Policy:
-    """The policy of that name, with the gates or the plan of a file if it takes one."""
+    """The policy of that name, with the gates or the plan of a file if it takes one.
+
+    Raises:
+        ValueError: no such policy, a file for another one, or none for one that wants it.
+    """
     for option, file, cls in (("gates", gates, Duo), ("plan", plan, Planned)):
+        if file is None and name == cls.name:
+            maker = f"`sparsekv {option} --out FILE` makes one"
+            raise ValueError(f"expected --{option} FILE with --policy {name}, got none: {maker}")
         if file is None:
             continue
         if name != cls.name:
             raise ValueError(f"expected --{option} with --policy {cls.name}, got --policy {name}")
+        if not file.is_file():
+            raise ValueError(f"expected --{option} to be a file, got none at {str(file)!r}")
         return cls.load(file)
     return get_policy(name)
 
@@ -272,6 +281,8 @@ def show_kept_command(
     text = demo_prompt() if prompt is None else _read_prompt(None, prompt)
     pyplot("the picture")  # before the model is loaded
     check_folder("--out", out)
+    if out.suffix.lower() != ".png":
+        raise ValueError(f"expected --out to end in .png, got {str(out)!r}")
     with spinning("loading the model"):
         network, tokenizer = models.load(model, device, dtype)
     ids = encode(tokenizer, text, chat=False)
@@ -305,13 +316,15 @@ def gates(
 def demo(
     policy: Policy = "pyramid",
     budget: Budget = "512",
+    gates: Gates = None,
+    plan: Plan = None,
     kv_dtype: KVDtype = None,
     model: Model = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
     """Ask about one fact in a long text, with a dense and with a sparse KV cache."""
-    chosen, size = get_policy(policy), parse_budget(budget)
+    chosen, size = read_policy(policy, gates, plan), parse_budget(budget)
     check_kv_dtype(kv_dtype)
     with spinning("loading the model"):
         network, tokenizer = models.load(model, device, dtype)

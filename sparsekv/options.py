@@ -9,8 +9,19 @@ from typing import Any
 
 def check_folder(option: str, file: Path) -> None:
     """Raise ValueError, naming the option, for a file that could not be written at the end."""
+    if file.is_dir():
+        raise ValueError(f"expected {option} to be a file, got the folder {str(file)!r}")
     if not file.parent.is_dir():
         raise ValueError(f"expected {option} in a folder that exists, got {str(file)!r}")
+
+
+def make_folder(option: str, folder: Path) -> None:
+    """Make a folder, if it is not there. Raises ValueError, naming the option, if it cannot be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        got = f"{str(folder)!r}: {error.strerror}"
+        raise ValueError(f"expected {option} to be a folder to write to, got {got}") from error
 
 
 def json_object(text: str, option: str) -> dict[str, Any]:

@@ -127,6 +127,11 @@ def _governed(
         )
     for plan in plans:
         _check(plan)
+        if plan.decode in EVICTING and policy.evicts_by == "score" and not policy.stateful:
+            raise ValueError(
+                f"expected a policy with a score per slot (stateful, see observe) or with "
+                f"evicts_by='position' for decode={plan.decode!r}, got {whose.__name__}"
+            )
         if plan.select is not None and not (policy.selects_pages and plan.select):
             raise ValueError(
                 f"expected select= >= 1 in a plan, and that only of a policy that selects_pages, "

@@ -75,7 +75,8 @@ def choose(
     phase: "decode" cuts the heads that decode steps have brought over their budget.
 
     Raises:
-        ValueError: a policy selects more keys than it may, or what is no selection.
+        ValueError: a policy scores other keys than these, or selects more of them than it may, or
+            what is no selection.
     """
     assert state.limits is not None
     policy, ordinal = state.policy, state.ordinal.get(layer)
@@ -98,7 +99,7 @@ def choose(
     _, _, recent = state.limits.on(keys.held.device, layer)
     features = {feature: feature_of(feature) for feature in policy.features(ordinal, phase)}
     stats = Stats(columns, slot_scores, keys.positions, keys.held, recent[:, 0], features)
-    scores = policy.score(ordinal, stats).float()
+    scores = _scores(policy, ordinal, stats)
     topk = _TopK(keys, None if policy.ragged else int(host.max()))
     selection = policy.select(
         scores, keep, keys.protected(state.limits, layer), topk, layer=ordinal, stats=stats
@@ -106,6 +107,17 @@ def choose(
     if not topk.gave(selection, keep) or policy.ragged:
         host = _counted(policy, selection, keys, host, topk.gave(selection))
     return Kept(selection, host, slot_scores, False)
+
+
+def _scores(policy: Policy, layer: int, stats: Stats) -> Tensor:
+    """What the policy makes of `stats`, fp32 [B, HK, S]."""
+    scores, shape = policy.score(layer, stats), tuple(stats.positions.shape)
+    if not isinstance(scores, Tensor) or scores.shape != shape:
+        got = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+        raise ValueError(
+            f"expected scores of shape {list(shape)} from {type(policy).__name__}, got {got}"
+        )
+    return scores.float()
 
 
 def _keep(limits: Limits, layer: int, held: np.ndarray, phase: Phase, pooled: bool) -> np.ndarray:

@@ -113,6 +113,35 @@ def test_missing_files_are_one_line(tmp_path: Path) -> None:
     assert_one_line(call("generate"), "expected --prompt or --prompt-file, got neither")
 
 
+@pytest.mark.parametrize("command", [["generate", "--prompt", "x"], ["show-kept"], ["demo"]])
+@pytest.mark.parametrize(("policy", "option"), [("duo", "gates"), ("planned", "plan")])
+def test_policies_that_want_a_file_say_so_at_once(
+    command: list[str], policy: str, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the words of the command line, and before a model is loaded or a dense answer made."""
+    monkeypatch.setattr(cli.models, "load", None)  # a call would raise TypeError
+    wants = f"expected --{option} FILE with --policy {policy}, got none: `sparsekv {option} --out"
+    assert_one_line(call(*command, "--policy", policy), wants)
+    absent = call(*command, "--policy", policy, f"--{option}", tmp_path / "absent.json")
+    assert_one_line(absent, f"expected --{option} to be a file, got none at ")
+
+
+def test_what_cannot_be_written_to_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder in place of a file, a file in place of a folder: before the work, not after it."""
+    monkeypatch.setattr(cli.models, "load", None)
+    file = tmp_path / "file"
+    file.write_text("x")
+    for command in (["generate", "--prompt", "x", "--json"], ["gates", "--out"], ["plan", "--out"]):
+        result = call(*command, tmp_path)
+        assert_one_line(result, f"expected {command[-1]} to be a file, got the folder")
+    bench = ["bench", "cache", "--quick", "--device", "cpu", "--only", "append", "--out"]
+    for command in (bench, ["diagnose", "massive", "--out"], ["diagnose", "attention", "--out"]):
+        for out in (file, file / "folder"):
+            assert_one_line(call(*command, out), "expected --out to be a folder to write to, got ")
+
+
 def test_unsupported_model_is_one_line(tmp_path: Path) -> None:
     """What patch() refuses is reported like any other mistake."""
     folder = save_tiny_model(tmp_path, head_dim=20)

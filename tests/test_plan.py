@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 import pytest
@@ -24,6 +24,7 @@ class Planned(Policy):
     name: ClassVar[str] = "planned"
     keeps: ClassVar[str] = "as planned"
     paper: ClassVar[str] = "none"
+    evicts_by: ClassVar[Literal["score", "position"]] = "position"
 
     def plan(self, shape, tokens, budget):
         return (self.layer,) * shape.num_layers
@@ -81,6 +82,23 @@ def test_intervals():
 def test_plans_that_are_refused(plan, message):
     with pytest.raises(ValueError, match=message):
         limits(plan)
+
+
+@pytest.mark.parametrize("decode", ["replace", "evict"])
+def test_a_step_drops_by_scores_that_somebody_keeps(decode):
+    """score() is not asked in such a step: without a state all slots would count 0, for ever."""
+
+    class Scored(Planned):
+        evicts_by = "score"
+
+    class Stateful(Scored):
+        stateful = True
+
+    shape, layers, tokens = ModelShape(1, 4, 2, 16), [LayerSpec(None, CPU)], np.array([40])
+    plan = LayerPlan(8, decode=decode)
+    with pytest.raises(ValueError, match=f"score per slot .* for decode='{decode}', got Scored"):
+        make_limits(Scored(plan), 8, layers, shape, tokens)
+    assert make_limits(Stateful(plan), 8, layers, shape, tokens).mode == [decode]
 
 
 @dataclass(frozen=True)

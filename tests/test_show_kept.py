@@ -111,6 +111,9 @@ def test_mistakes_are_one_line(
         (("--policy", "h2o", "--gates", "g.json"), "expected --gates with --policy duo, got"),
         (("--prompt", tmp_path / "absent.txt"), "absent.txt': No such file or directory"),
         (("--out", tmp_path / "no" / "kept.png"), "expected --out in a folder that exists"),
+        (("--out", tmp_path), "expected --out to be a file, got the folder"),
+        (("--out", tmp_path / "kept.xyz"), "expected --out to end in .png, got "),
+        (("--out", tmp_path / "kept"), "expected --out to end in .png, got "),
     ]
     for arguments, message in mistakes:
         assert_one_line(call(*arguments), message)

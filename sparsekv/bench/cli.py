@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 
 from sparsekv.bench.serve.cli import EXAMPLES as SERVE_EXAMPLES
 from sparsekv.bench.serve.cli import serve
+from sparsekv.options import make_folder
 
 if TYPE_CHECKING:
     from sparsekv.bench.case import Context
@@ -138,7 +139,7 @@ def measure(
     from sparsekv.progress import counting
 
     chosen = cases(selection, context.tiny, only)
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder("--out", out)
     with counting("starting", "measuring", len(chosen) + 1) as steps:
 
         def before(name: str) -> None:
@@ -196,6 +197,6 @@ def plot(
     from sparsekv.bench.results import read
 
     found = read(results)
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder("--out", out)
     for path in draw(found, out):
         print(f"written: {path}")

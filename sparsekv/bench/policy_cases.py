@@ -7,7 +7,9 @@ but a policy that drops tokens between layers meets other lengths in the others,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -34,6 +36,15 @@ def policy_cases(tiny: bool) -> list[Case]:
     return [_case(tiny, name) for name in sorted(sparsekv.POLICIES, key=lambda n: n != _BASE)]
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Tiny shapes and the model's first layers are all that policies warn of, in every plan."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
+
+
+@_quiet()
 def _chosen(tiny: bool, name: str, shape: ModelShape) -> Setting:
     tokens, budget = (_TINY_TOKENS, _TINY_BUDGET) if tiny else (_TOKENS, _BUDGET)
     return setting(name, shape, tokens, budget)
@@ -63,6 +74,7 @@ def _ours(name: str) -> Factory:
     return factory
 
 
+@_quiet()
 def _round(name: str, ids: torch.Tensor, context: Context) -> Round:
     """Milliseconds to the first token; beside them the other figures."""
     first = shallow_twin(context)

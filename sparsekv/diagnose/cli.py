@@ -16,7 +16,7 @@ from sparsekv.diagnose.heads import HeadTable, attention
 from sparsekv.diagnose.massive_files import write_massive
 from sparsekv.diagnose.planning import LATER, MeasuredPlan, make_plan, write_plan
 from sparsekv.diagnose.texts import Text, first_ids, read_texts, stretches, token_texts
-from sparsekv.options import check_folder
+from sparsekv.options import check_folder, make_folder
 from sparsekv.plotting import pyplot
 from sparsekv.policies.base import one_of
 from sparsekv.policies.budgets import parse_budget
@@ -215,7 +215,7 @@ def _show_plan(plan: MeasuredPlan) -> None:
 def _folder(out: Path) -> None:
     """Before a model is loaded."""
     pyplot("the pictures")
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder("--out", out)
 
 
 def _load(model: str | None, device: str, dtype: str) -> tuple[Any, Any]:

@@ -46,6 +46,8 @@ def calibrate_duo(
         ValueError: no text, a text that is too short or too long for the model, strings without a
             tokenizer, a sharded model, or one that `patch` refuses.
     """
+    if isinstance(texts, str):
+        raise ValueError("expected a list of texts, got a str")
     settings = Duo(sparsity=sparsity, sinks=sinks, recent=recent)
     prompts = [_ids(text, tokenizer, sinks + recent) for text in texts]
     if not prompts:

@@ -71,8 +71,9 @@ class Document:
         prefill_chunk_size: read a long text in pieces of so many tokens, see `generate`.
 
     Raises:
-        ValueError: see `sparsekv.patch`; an empty text, a policy that allows no second turn, or a
-            chat template that changes a user's words.
+        ValueError: see `sparsekv.patch`; an empty text or one that is no str, a bad
+            prefill_chunk_size, a policy that allows no second turn, or a chat template that changes
+            a user's words.
     """
 
     def __init__(
@@ -88,6 +89,10 @@ class Document:
         chat: bool = True,
         prefill_chunk_size: int | None = None,
     ) -> None:
+        if not isinstance(text, str):
+            raise ValueError(f"expected a text as a str, got {type(text).__name__}")
+        if prefill_chunk_size is not None:
+            positive("prefill_chunk_size", prefill_chunk_size)
         self.model, self.tokenizer = model, tokenizer
         chosen = get_policy(policy).with_tokenizer(tokenizer)
         if chosen.prunes:
@@ -209,12 +214,17 @@ class Document:
         )
 
     def save(self, file: str | Path) -> None:
-        """Write the compressed cache and the text's token ids, for `Document.load`."""
+        """Write the compressed cache and the text's token ids, for `Document.load`.
+
+        Raises:
+            OSError: a file that cannot be written.
+        """
         cache = self.cache()
         if isinstance(cache.state.policy, KVzip):
             cache.state.policy = replace(cache.state.policy, tokenizer=None)
         saved = {"version": _VERSION, "model": _proof(self.model), "cache": cache}
-        torch.save(saved | {"ids": self._ids, "around": self._around}, file)
+        with open(file, "wb") as opened:
+            torch.save(saved | {"ids": self._ids, "around": self._around}, opened)
 
     @classmethod
     def load(cls, model: Any, tokenizer: Any, file: str | Path) -> Document:

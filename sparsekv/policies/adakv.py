@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from sparsekv.policies._facts import Facts
-from sparsekv.policies.base import Policy, Selection, Stats, TopK, number, one_of, positive
+from sparsekv.policies.base import Policy, Selection, Stats, TopK, flag, number, one_of, positive
 from sparsekv.policies.budgets import exact
 from sparsekv.policies.expected import Expected
 from sparsekv.policies.snapkv import SnapKV
@@ -84,6 +84,7 @@ class AdaKV(Wrapper):
         number("floor", self.floor, at_most=1)
         one_of("mode", self.mode, ("mix", "safeguard"))
         positive("skip", self.skip, at_least=0)
+        flag("normalise", self.normalise)
         if self.normalise and self.scorer.signed:
             raise ValueError(
                 f"expected a scorer without negative scores for normalise, got {self.scorer.name}"

@@ -61,6 +61,8 @@ class LayerPlan:
     before attention once `budget` slots are in use, so never more than `budget` are held; "evict"
     attends budget + 1 keys, then drops the lowest; "interval" appends until more than `budget`
     slots are held after a step, then keeps the `low` best by the statistics over the keys held.
+    "replace" and "evict" do not ask `score`: they go by the score per slot that a stateful policy
+    observes, or by position (`Policy.evicts_by`).
     prefill: slots that a prompt leaves; None: budget.
     low: slots that a compression of decode="interval" leaves, and only there.
     heads: one plan a KV head, in place of budget, sinks and recent, which then say nothing.
@@ -274,6 +276,12 @@ def pool_columns(columns: Tensor, kernel: int, mode: str, limit: Tensor) -> Tens
         flat = torch.where(inside, columns, -torch.inf)
         pooled = torch.nn.functional.max_pool1d(flat, kernel, stride=1, padding=kernel // 2)
     return torch.where(inside, pooled, columns)
+
+
+def flag(name: str, value: bool) -> None:
+    """Raise ValueError unless `value` is True or False: "false" of a file would count as True."""
+    if not isinstance(value, bool):
+        raise ValueError(f"expected {name} to be True or False, got {value!r}")
 
 
 def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -28,7 +28,16 @@ from typing import ClassVar
 from torch import Tensor
 
 from sparsekv.policies._facts import Facts
-from sparsekv.policies.base import LayerPlan, ModelShape, Phase, Policy, Stats, number, positive
+from sparsekv.policies.base import (
+    LayerPlan,
+    ModelShape,
+    Phase,
+    Policy,
+    Stats,
+    flag,
+    number,
+    positive,
+)
 from sparsekv.policies.features import ExpectedProbability, Feature, ValueNorm
 
 
@@ -57,6 +66,8 @@ class Expected(Policy):
         positive("sinks", self.sinks, at_least=0)
         positive("future", self.future)
         number("epsilon", self.epsilon)
+        flag("covariance", self.covariance)
+        flag("value_norm", self.value_norm)
 
     def plan(self, shape: ModelShape, tokens: int, budget: int) -> tuple[LayerPlan, ...]:
         return (LayerPlan(budget, sinks=min(self.sinks, budget - 1)),) * shape.num_layers

@@ -6,16 +6,16 @@
 No query, no sinks, no window: nothing is protected. The rows are normalised before the mean, the
 mean is not (a cosine does not care).
 
-    prefill   block by block inside each layer: attend what is kept and the block, keep N of both
-    decode    appends; when N + b tokens are held, keep N
+    prefill   block by block inside each layer: attend what is kept and the block, keep C of both
+    decode    appends; when C + b tokens are held, keep C
 
 This is the paper's hard cap on memory: with blocks of b = 128 tokens a layer never holds more than
-N + b, and tokens of later blocks do not see what earlier blocks have lost. A prompt within the
+C + b, and tokens of later blocks do not see what earlier blocks have lost. A prompt within the
 budget is attended at once. Blocks are counted from the first token of a forward, so the chunks of a
 chunked prefill end blocks, too.
 
 Not reproduced: kvpress runs the blocks after a full forward, which saves no memory, and keeps the
-first N tokens of the prompt unscored at the start.
+first C tokens of the prompt unscored at the start.
 """
 
 from __future__ import annotations

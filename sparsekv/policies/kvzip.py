@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from sparsekv.policies._facts import Facts
-from sparsekv.policies.base import LayerPlan, ModelShape, Policy, Stats, positive
+from sparsekv.policies.base import LayerPlan, ModelShape, Policy, Stats, flag, positive
 
 _FIRST = "\n\nRepeat the previous context exactly."
 _NEXT = "\n\nRepeat the part of the previous context exactly, starting with "
@@ -80,6 +80,7 @@ class KVzip(Policy):
     def __post_init__(self) -> None:
         positive("chunk", self.chunk)
         positive("sinks", self.sinks, at_least=0)
+        flag("uniform", self.uniform)
 
     def ready(self) -> None:
         if self.tokenizer is None:

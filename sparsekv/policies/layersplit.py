@@ -16,6 +16,7 @@ here. N is not rounded to the page size: pages belong to one KV head, so a last 
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -90,6 +91,11 @@ class LayerSplit(Policy):
         full = min(self.full_layers, shape.num_layers)
         sparse = shape.num_layers - full
         slots = budget
+        if not sparse and tokens > budget:
+            warnings.warn(
+                f"layersplit keeps everything: full_layers={self.full_layers} in a model of {full}",
+                stacklevel=2,
+            )
         if self.budget_is == "average" and sparse:
             slots = (shape.num_layers * budget - full * tokens) // sparse
             if slots < 1:

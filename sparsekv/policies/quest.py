@@ -20,6 +20,7 @@ evaluation script lets the newest page compete and numbers layers from a depth o
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -57,6 +58,11 @@ class Quest(Policy):
 
     def plan(self, shape: ModelShape, tokens: int, budget: int) -> tuple[LayerPlan, ...]:
         dense = min(self.dense_layers, shape.num_layers)
+        if dense == shape.num_layers and tokens > budget:
+            warnings.warn(
+                f"quest attends everything: dense_layers={self.dense_layers} in a model of {dense}",
+                stacklevel=2,
+            )
         selecting = LayerPlan(None, select=budget)
         return (LayerPlan(None),) * dense + (selecting,) * (shape.num_layers - dense)
 

@@ -7,8 +7,8 @@
 The group is reduced on logits, before the softmax, and the window's own keys are left out of it. R
 is high for the old members of a cluster of near duplicates; the newest one is spared.
 
-    prefill   keep the B best and newest
-    decode    appends; when B + buffer tokens are held, keep B
+    prefill   keep the C best and newest
+    decode    appends; when C + buffer tokens are held, keep C
 
 w = 8, k = 7, s = 0.5 and a buffer of 128 generated tokens are the paper's, as is mix = 0.1; the
 code has 0.07 (`RKV.code()`). The step that makes a compression due still attends all keys.

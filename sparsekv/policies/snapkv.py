@@ -11,11 +11,13 @@ the same for "avg", different for "max"). Sinks have no protection; they win by 
 
 Not reproduced from the official code: keys repeated to HQ heads before caching (G times the
 memory), scores that see the left padding, a length counter that stays set between prompts so that
-later prompts run dense, an assertion when C <= w (here the newest C tokens are kept).
+later prompts run dense, an assertion when C <= w (here the newest C tokens are kept, and a warning
+says so).
 """
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeVar
 
@@ -89,6 +91,12 @@ class SnapKV(Policy):
         one_of("group", self.group, ("mean", "max", "sum"))
 
     def plan(self, shape: ModelShape, tokens: int, budget: int) -> tuple[LayerPlan, ...]:
+        if budget <= self.window and budget < tokens:
+            warnings.warn(
+                f"{self.name} keeps the newest {budget} tokens and no other: its scores need a "
+                f"budget above window={self.window}",
+                stacklevel=2,
+            )
         return (self._layer(budget),) * shape.num_layers
 
     def needs(self, layer: int, phase: Phase) -> Need | None:

@@ -12,7 +12,7 @@ runtime moves just the sinks (`rerotates_sinks`). The official code caches keys 
 rotates all of them at each step; the logits are the same.
 
 The official code evicts before the forward pass (prefill included); here the prompt is attended in
-full and cut afterwards, as with every policy.
+full and cut afterwards.
 """
 
 from __future__ import annotations

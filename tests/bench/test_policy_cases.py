@@ -58,6 +58,12 @@ def test_the_model_of_the_issue() -> None:
     assert "budget 1024" in cases[0].about
 
 
+@pytest.mark.filterwarnings("error")
+def test_tiny_shapes_do_not_warn() -> None:
+    """`sparsekv bench --quick --device cpu` began with warnings of plans that nobody asked for."""
+    assert len(policy_cases.policy_cases(True)) == len(POLICIES)
+
+
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_policy_is_ready(name: str) -> None:
     chosen = setting(name, SHAPE, TOKENS, BUDGET)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sparsekv
 from sparsekv.hf.compat import cache_key
+from sparsekv.hf.patch import is_patched
 from sparsekv.policies import POLICIES, SnapKV
 
 TEXT = "Each word of this text is short, and there are many of them. " * 3
@@ -289,3 +290,26 @@ def test_what_cannot_be_asked_is_refused(model, tokenizer):
     shouting.chat_template = "{% for m in messages %}<u>{{ m['content'] | upper }}{% endfor %}<a>"
     with pytest.raises(ValueError, match="changes what users say"):
         sparsekv.Document(model, shouting, TEXT, "snapkv", 60)
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        ([TEXT, TEXT], {}, "expected a text as a str, got list"),  # not what Python prints of it
+        (TEXT.encode(), {}, "expected a text as a str, got bytes"),
+        (None, {}, "expected a text as a str, got NoneType"),
+        (TEXT, {"prefill_chunk_size": 0}, "expected prefill_chunk_size to be an integer >= 1"),
+        (TEXT, {"prefill_chunk_size": 2.5}, "expected prefill_chunk_size to be an integer >= 1"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(model, tokenizer, text, options, message):
+    with pytest.raises(ValueError, match=message):
+        sparsekv.Document(model, tokenizer, text, **options)
+    assert not is_patched(model)
+
+
+@pytest.mark.parametrize("name", [".", "absent/report.kv"])
+def test_a_file_that_cannot_be_written_is_an_os_error(model, tokenizer, tmp_path, name):
+    """As one that cannot be read is: torch's own is a RuntimeError."""
+    with pytest.raises(OSError):
+        sparsekv.Document(model, tokenizer, TEXT, SnapKV(), 30).save(tmp_path / name)

@@ -123,5 +123,7 @@ def test_texts():
         sparsekv.calibrate_duo(model, [text], **settings)
     with pytest.raises(ValueError, match="expected texts of more than 8 tokens"):
         sparsekv.calibrate_duo(model, [ids[:8]], **settings)
+    with pytest.raises(ValueError, match="expected a list of texts, got a str"):  # no letters
+        sparsekv.calibrate_duo(model, text, tokenizer=Tokenizer())
     with pytest.raises(ValueError, match="expected at least one text"):
         sparsekv.calibrate_duo(model, [])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from zoo import example
 
 import sparsekv
 import sparsekv.selection
-from sparsekv.policies import POLICIES, AdaKV, LayerPlan, Policy, Selection
+from sparsekv.policies import POLICIES, AdaKV, LayerPlan, Policy, Selection, SnapKV
 
 BUDGET = 8
 
@@ -29,6 +29,7 @@ class Custom(Policy):
     name: ClassVar[str] = "custom"
     keeps: ClassVar[str] = "what it is told"
     paper: ClassVar[str] = "none"
+    evicts_by: ClassVar[Literal["score", "position"]] = "position"
 
     def plan(self, shape, tokens, budget):
         return (LayerPlan(budget, **self.plans),) * shape.num_layers
@@ -207,3 +208,24 @@ def test_the_host_does_not_wait_for_policies_of_the_library(name, monkeypatch):
     model = sparsekv.patch(tiny_llama(), policy, 40)
     model.generate(prompt(90), max_new_tokens=10, do_sample=False)
     assert bool(asked) == isinstance(policy, AdaKV) and all(asked)
+
+
+@pytest.mark.parametrize(
+    ("score", "got"),
+    [
+        (lambda columns: None, "NoneType"),  # a forgotten return
+        (lambda columns: columns[..., 1:], r"\[1, 2, 39\]"),
+        (lambda columns: columns.mean(1, keepdim=True), r"\[1, 1, 40\]"),  # no broadcasting
+        (lambda columns: columns[0], r"\[2, 40\]"),
+    ],
+)
+def test_scores_of_other_keys_are_refused(score, got):
+    """In the policy's words, not in those of the top-k kernel."""
+
+    class Scored(SnapKV):
+        def score(self, layer, stats):
+            return score(stats.columns)
+
+    message = rf"expected scores of shape \[1, 2, 40\] from Scored, got {got}"
+    with pytest.raises(ValueError, match=message):
+        loop_of(Scored()).feed(prompt(40))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 
 import pytest
 import torch
@@ -283,3 +284,37 @@ def test_observe_without_decay_is_refused():
         class Half(H2O):
             def observe(self, layer, phase, state, columns, positions):
                 return state / 2 + columns
+
+
+@pytest.mark.parametrize("value", ["false", None, 1])
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        ("adakv", "normalise"),
+        ("expected", "covariance"),
+        ("expected", "value_norm"),
+        ("kvzip", "uniform"),
+    ],
+)
+def test_a_flag_is_true_or_false(name, setting, value):
+    """The text "false" of a file or a command line would have switched it on."""
+    with pytest.raises(ValueError, match=f"expected {setting} to be True or False, got"):
+        POLICIES[name](**{setting: value})
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (LayerSplit(), "layersplit keeps everything: full_layers=3 in a model of 3"),
+        (LayerSplit(full_layers=9, budget_is="average"), "layersplit keeps everything"),
+        (Quest(dense_layers=3), "quest attends everything: dense_layers=3 in a model of 3"),
+    ],
+)
+def test_dense_in_all_layers_is_not_silent(policy, message):
+    """As by default in models with few layers of full attention among sliding ones."""
+    with pytest.warns(UserWarning, match=message):
+        policy.plan(shape(3), 100, 40)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        policy.plan(shape(3), 40, 40)
+        policy.plan(shape(10), 40, 40)

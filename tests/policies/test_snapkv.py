@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from harness import columns, golden_decode, golden_prefill, prefill, shape
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsekv.policies import LayerPlan, Need, SnapKV, Stats
+from sparsekv.policies import AdaKV, Chunked, CriticalKV, LayerPlan, Need, SnapKV, Stats
 
 
 def pooled(values, *, kernel, pool, recent=0, length=None):
@@ -105,3 +107,15 @@ def test_plan_is_uniform_and_needs_only_the_window_rows():
     assert policy.plan(shape(1), 999, 10)[0].recent == 10
     assert policy.needs(0, "prefill") == Need("sum", rows=16, group="mean")
     assert policy.needs(0, "decode") is None
+
+
+def test_a_budget_of_the_window_alone_is_not_silent():
+    """It keeps the newest tokens, whatever is attended; a prompt within it loses nothing."""
+    for policy in (SnapKV(), AdaKV(), CriticalKV(), Chunked()):
+        with pytest.warns(UserWarning, match="snapkv keeps the newest 32 tokens .* window=32"):
+            policy.plan(shape(3), 100, 32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        SnapKV().plan(shape(3), 100, 33)
+        SnapKV().plan(shape(3), 32, 32)
+        SnapKV(window=8).plan(shape(3), 100, 32)
