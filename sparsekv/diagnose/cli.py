@@ -32,6 +32,7 @@ _PLAN_EXAMPLES = (
     "sparsekv plan --model ./Qwen3-8B --text a.txt --text b.txt --keep 512 --out plan.json\n\n"
     "sparsekv generate --policy planned --plan plan.json --budget 0.1 --prompt-file report.txt"
 )
+_TOKENS = 2048  # of a prompt that a plan is made of
 _SHOWN = 12  # massive activations that are printed; the file has all
 
 Model = Annotated[
@@ -42,6 +43,10 @@ TextFile = Annotated[
     Path | None, typer.Option("--text", help="A UTF-8 text file; without it, Python's help.")
 ]
 Tokens = Annotated[int, typer.Option(help="Tokens of the text to read, from its start.")]
+PromptTokens = Annotated[
+    int | None,
+    typer.Option(help="Tokens of a prompt; by default 2048, or what the model's positions leave."),
+]
 PlanFile = Annotated[Path, typer.Option("--out", help="The JSON file to write.")]
 Keep = Annotated[
     str, typer.Option(metavar="<int|float>", help="What is kept, as --budget of generate.")
@@ -164,7 +169,7 @@ def _plan(
     out: PlanFile,
     keep: Keep = "0.1",
     files: TextFiles = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 2048,
+    tokens: PromptTokens = None,
     later: Later = LATER,
     most: Stretches = 3,
     goes_on: GoesOn = False,
@@ -181,9 +186,11 @@ def _plan(
     check_folder("--out", out)
     read = read_texts(files)
     network, tokenizer = _load(model, device, dtype)
-    parts = [stretches(tokenizer, text, tokens, later, most, repeat=not goes_on) for text in read]
+    known = getattr(network.config, "max_position_embeddings", None) or _TOKENS + later
+    size = min(_TOKENS, known - later) if tokens is None else tokens
+    parts = [stretches(tokenizer, text, size, later, most, repeat=not goes_on) for text in read]
     ids = [one for own in parts for one in own]
-    with spinning(f"{len(ids)} prompts of {tokens} tokens"):
+    with spinning(f"{len(ids)} prompts of {size} tokens"):
         plan = make_plan(network, ids, keep=budget, later=later, measure=measure, per=per)
     names = {"name": model or models.PACKAGE, "class": type(network).__name__}
     names["dtype"] = str(network.dtype).removeprefix("torch.")

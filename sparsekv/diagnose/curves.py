@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from sparsekv.diagnose.damage import damage
+from sparsekv.hf.check import check_positions
 from sparsekv.hf.layers import decoder_modules
 from sparsekv.hf.parts import output_projections
 from sparsekv.hf.watch import Attended, watch
@@ -66,9 +67,10 @@ def loss_curves(
     measure: "error" or "mass", see the module docstring.
 
     Raises:
-        ValueError: no text, different lengths, one without a token beyond window and later, an
-            unknown measure, a model without full-attention layers or whose decoder layers or output
-            projections cannot be found, one that `watch` refuses, or losses that are not finite.
+        ValueError: no text, different lengths, one without a token beyond window and later or
+            beyond the model's positions, an unknown measure, a model without full-attention layers
+            or whose decoder layers or output projections cannot be found, one that `watch` refuses,
+            or losses that are not finite.
     """
     one_of("measure", measure, ("error", "mass"))
     lengths = sorted({int(ids.shape[1]) for ids in texts})
@@ -77,6 +79,7 @@ def loss_curves(
             f"expected texts of one length above {scorer.window + later} tokens (window + later), "
             f"got {lengths}"
         )
+    check_positions(model, lengths[0])
     tokens = lengths[0] - later
     slots = _grid(scorer.window, tokens, page)
     make = _errors if measure == "error" else _missed

@@ -293,6 +293,17 @@ def test_plan_then_generate(folder, tmp_path):
     assert shown.exit_code == 0 and shown.stdout.startswith("planned: 40 of"), shown.output
 
 
+def test_a_plan_stays_within_the_positions_of_the_model(tmp_path):
+    model = save_tiny_model(tmp_path / "short", max_position_embeddings=160)
+    text, plan = tmp_path / "text.txt", tmp_path / "plan.json"
+    text.write_text("".join(chr(97 + i * i % 25) for i in range(500)))
+    line = ("plan", "--text", text, "--out", plan, "--keep", 48, "--later", 32, "--model", model)
+    made = call(*line, "--device", "cpu")
+    assert made.exit_code == 0 and made.stdout.startswith("slots of 128,"), made.output
+    made = call(*line, "--device", "cpu", "--tokens", 129)
+    assert_one_line(made, "expected a text of at most 160 tokens, the positions that the model")
+
+
 def test_diagnose_commands(folder, tmp_path):
     pytest.importorskip("matplotlib")
     out = tmp_path / "new" / "folder"
@@ -319,7 +330,7 @@ def test_mistakes_are_one_line(folder, tmp_path, monkeypatch):
     short.write_text("x" * 50)
     where = ("--model", folder, "--device", "cpu")
     result = call("plan", "--text", short, "--out", tmp_path / "plan.json", *where)
-    assert_one_line(result, "expected a text of 2048 tokens or more, got 50 in 'short.txt'")
+    assert_one_line(result, "expected a text of 1792 tokens or more, got 50 in 'short.txt'")
     monkeypatch.setattr(cli.models, "load", None)  # a call would raise TypeError
     mistakes = [
         (("plan", "--out", short, "--keep", "x"), "expected a budget like 512 or 0.25"),
