@@ -16,6 +16,7 @@ from sparsekv.diagnose.heads import HeadTable, attention
 from sparsekv.diagnose.massive_files import write_massive
 from sparsekv.diagnose.planning import LATER, MeasuredPlan, make_plan, write_plan
 from sparsekv.diagnose.texts import Text, first_ids, read_texts, stretches, token_texts
+from sparsekv.hf.check import known_positions
 from sparsekv.options import check_folder, make_folder
 from sparsekv.plotting import pyplot
 from sparsekv.policies.base import one_of
@@ -186,7 +187,7 @@ def _plan(
     check_folder("--out", out)
     read = read_texts(files)
     network, tokenizer = _load(model, device, dtype)
-    known = getattr(network.config, "max_position_embeddings", None) or _TOKENS + later
+    known = known_positions(network) or _TOKENS + later
     size = min(_TOKENS, known - later) if tokens is None else tokens
     parts = [stretches(tokenizer, text, size, later, most, repeat=not goes_on) for text in read]
     ids = [one for own in parts for one in own]

@@ -20,6 +20,7 @@ from sparsekv.evaluation.results import Results
 from sparsekv.evaluation.runner import run
 from sparsekv.evaluation.settings import Setting, admit
 from sparsekv.evaluation.wish import Wish
+from sparsekv.hf.check import known_positions
 from sparsekv.policies import Duo, Full, Planned, Policy, get_policy
 
 # Tokens of the texts that duo's gates are measured on.
@@ -40,7 +41,7 @@ def build_tasks(wish: Wish, tokenizer: Any) -> list[Task]:
 
 def too_long(tasks: Sequence[Task], model: Any) -> list[str]:
     """A line for each task with prompts and answers beyond the positions that the model knows."""
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    most = known_positions(model)
     found = []
     for task in tasks:
         longest = max(
@@ -104,7 +105,7 @@ def _measured(data: Path | None, model: Any, tokenizer: Any) -> Duo:
     files = sorted(data.glob("prose/*.txt")) if data is not None else []
     if not files:
         raise ValueError("expected --gates, or prose in --data to measure gates on, got neither")
-    most = min(_CALIBRATION, getattr(model.config, "max_position_embeddings", _CALIBRATION))
+    most = min(_CALIBRATION, known_positions(model) or _CALIBRATION)
     starts = (file.read_text(encoding="utf-8")[: 8 * most] for file in files)
     texts = [tokenizer(text, return_tensors="pt").input_ids[:, :most] for text in starts]
     return sparsekv.calibrate_duo(model, texts)
@@ -167,8 +168,7 @@ class Session:
         Raises:
             ValueError: `results` of a policy with other fields, such as gates of another file.
         """
-        for record in results.records:
-            self._check_same(record)
+        self._check_same(results.records)
         done: set[Key] = {record.key for record in results.records}
         refused = {record.cell for record in results.records if record.refused is not None}
         results.add(record for record in self._refusals() if record.key not in done)
@@ -195,21 +195,23 @@ class Session:
                             refused=reason,
                         )  # fmt: skip
 
-    def _check_same(self, record: Record) -> None:
+    def _check_same(self, records: Sequence[Record]) -> None:
         """Raise ValueError for a record of an earlier part that was measured in another way."""
-        name = record.policy
-        if name in self.refused and record.refused is None:
-            raise ValueError(
-                f"expected {name} to be accepted as in the run that is resumed, got: "
-                f"{self.refused[name]}"
-            )
-        for setting in (x for x in self.settings if x.policy.name == name):
-            if record.settings != setting.changed:
+        changed = {setting.policy.name: setting.changed for setting in self.settings}
+        budgets = {(x.policy.name, x.budget): x.budget for x in self.settings}
+        for record in records:
+            name, old = record.policy, record.budget
+            if name in self.refused and record.refused is None:
+                raise ValueError(
+                    f"expected {name} to be accepted as in the run that is resumed, got: "
+                    f"{self.refused[name]}"
+                )
+            if name in changed and record.settings != changed[name]:
                 raise ValueError(
                     f"expected {name} as in the run that is resumed, {record.settings or 'plain'}, "
-                    f"got {setting.changed or 'plain'}: give its --gates or --plan, or leave it out"
+                    f"got {changed[name] or 'plain'}: give its --gates or --plan, or leave it out"
                 )
-            # 1 and 1.0, one slot and everything, are equal as numbers.
-            old, new = record.budget, setting.budget
-            if old == new and type(old) is not type(new):
+            # 1 and 1.0, one slot and everything, are equal as numbers, and so as keys.
+            new = budgets.get((name, old), old)
+            if type(old) is not type(new):
                 raise ValueError(f"expected the budget {old!r} of the run resumed, got {new!r}")

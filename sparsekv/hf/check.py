@@ -22,10 +22,15 @@ _TEST_TOKENS = 8
 _ROTARY_TYPES = ("default", "linear", "llama3", "yarn")  # frequencies do not depend on the length
 
 
+def known_positions(model: PreTrainedModel) -> int | None:
+    """How many positions the model knows; None: its config does not say."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
 def check_positions(model: PreTrainedModel, tokens: int) -> None:
     """Raise ValueError for a text beyond the positions that the model knows: what is measured there
     says nothing about it."""
-    most = getattr(model.config, "max_position_embeddings", None)
+    most = known_positions(model)
     if most is not None and tokens > most:
         raise ValueError(
             f"expected a text of at most {most} tokens, the positions that the model knows, got "
