@@ -1,12 +1,13 @@
-"""The full evaluation of a small model on one GPU: a process a task, then a table of all.
+"""The full evaluation of a small model on one GPU: many processes, then a table of all.
 
-    python experiments/full_evaluation.py --data DIR --out DIR --seconds 1200 --jobs 5
+    python experiments/full_evaluation.py --data DIR --out DIR --seconds 1200 --jobs 14
 
-A forward of a small model keeps one CPU core busy and a GPU hardly, so processes share the GPU.
-Records stand in OUT/TASK; the same command again goes on where the last one stopped. quest and
-pyramidinfer, which answer by decode steps, take as long as all others together: they run last, into
-OUT/by-steps. A table is of the questions that all of its policies have answered: that in OUT
-without these two, that in OUT/by-steps with them.
+A forward of a small model keeps one CPU core busy and a GPU hardly, so processes share the GPU: a
+shard is a task under one protocol, and keydiff and kvzip, which read prompts of their own, have one
+to themselves. Records stand in a folder a shard; the same command again goes on where the last one
+stopped. quest and pyramidinfer, which answer by decode steps, take as long as all others together:
+they run last, into OUT/by-steps. A table is of the questions that all of its policies have
+answered: that in OUT without these two, that in OUT/by-steps with them.
 """
 
 from __future__ import annotations
@@ -18,15 +19,29 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
+from sparsekv.evaluation.records import PROTOCOLS
 from sparsekv.evaluation.results import RESULTS
 from sparsekv.evaluation.tasks import FULL
-from sparsekv.policies import POLICIES, Duo, Planned, PyramidInfer, Quest
+from sparsekv.policies import POLICIES, Duo, KeyDiff, KVzip, Planned, PyramidInfer, Quest
 
 PLAN = Path(__file__).resolve().parent / "plans" / "smollm2.json"
-LAST, BY_STEPS = (Quest.name, PyramidInfer.name), "by-steps"
+# Their shards are called after them; those of all others after the task and protocol alone.
+OWN, LAST, BY_STEPS = (KeyDiff.name, KVzip.name), (Quest.name, PyramidInfer.name), "by-steps"
+# Tasks without a question: one run answers for both protocols.
+BOTH, WHOLE = "both", ("lm-prose-2k", "lm-code-2k")
 AGAINST = "snapkv"
 SPARSEKV = (sys.executable, "-m", "sparsekv", "eval")
+
+
+class Shard(NamedTuple):
+    """What one process runs into a folder."""
+
+    task: str
+    protocol: str
+    policies: tuple[str, ...]
+    folder: Path
 
 
 def given() -> argparse.Namespace:
@@ -41,22 +56,35 @@ def given() -> argparse.Namespace:
     parser.add_argument("--tasks", nargs="+", default=list(FULL), metavar="TASK")
     parser.add_argument("--samples", type=int, default=100, help="contexts a task")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--batch-tokens", type=int, default=65536, help="of one process's forward")
+    parser.add_argument("--batch-tokens", type=int, default=32768, help="of one process's forward")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no forward then")
-    parser.add_argument("--jobs", type=int, default=5, help="processes")
+    parser.add_argument("--jobs", type=int, default=14, help="processes")
     parser.add_argument("--commit", help="what to note where the code has no git history")
     return parser.parse_args()
 
 
-def command(options: argparse.Namespace, folder: Path, policies: Sequence[str]) -> list[str]:
-    """`sparsekv eval run` of these policies on the task that the folder is called after."""
+def planned(options: argparse.Namespace, out: Path, *groups: Sequence[str]) -> list[Shard]:
+    """A shard for each group of policies, task and protocol."""
+    found = []
+    for group in groups:
+        names = tuple(name for name in POLICIES if name in group)
+        own = "-".join(("", *names)) if group in (OWN, LAST) else ""
+        for task in options.tasks if names else ():
+            for protocol in (BOTH,) if task in WHOLE else PROTOCOLS:
+                found.append(Shard(task, protocol, names, out / f"{task}-{protocol}{own}"))
+    return found
+
+
+def command(options: argparse.Namespace, shard: Shard) -> list[str]:
+    """`sparsekv eval run` of a shard."""
     plan = options.plan or (PLAN if options.model is None else None)
     made = {
-        "device": options.device, "data": options.data, "policies": ",".join(policies),
-        "tasks": folder.name, "samples": options.samples, "seed": options.seed, "out": folder,
-        "batch-tokens": options.batch_tokens, "model": options.model, "commit": options.commit,
-        "plan": plan if Planned.name in policies else None,
-        "gates": options.gates if Duo.name in policies else None,
+        "device": options.device, "data": options.data, "policies": ",".join(shard.policies),
+        "tasks": shard.task, "protocol": shard.protocol, "samples": options.samples,
+        "seed": options.seed, "out": shard.folder, "batch-tokens": options.batch_tokens,
+        "model": options.model, "commit": options.commit,
+        "plan": plan if Planned.name in shard.policies else None,
+        "gates": options.gates if Duo.name in shard.policies else None,
     }  # fmt: skip
     words = [(f"--{key}", str(value)) for key, value in made.items() if value is not None]
     return [*SPARSEKV, "run", "--full", "--resume", *(word for pair in words for word in pair)]
@@ -73,19 +101,16 @@ def run(line: list[str], log: Path, deadline: float) -> int:
         return subprocess.run([*line, *limit], stdout=file, stderr=subprocess.STDOUT).returncode
 
 
-def shards(
-    options: argparse.Namespace, out: Path, policies: Sequence[str], deadline: float
-) -> list[Path]:
-    """Run all tasks into folders of `out`; those that have records. A failure is told."""
-    folders = [out / task for task in options.tasks]
-    lines = [command(options, folder, policies) for folder in folders]
-    logs = [out / f"{task}.log" for task in options.tasks]
+def shards(options: argparse.Namespace, wanted: Sequence[Shard], deadline: float) -> list[Path]:
+    """Run all of them; the folders that have records. A failure is told."""
+    lines = [command(options, shard) for shard in wanted]
+    logs = [shard.folder.with_suffix(".log") for shard in wanted]
     with ThreadPoolExecutor(options.jobs) as pool:
         codes = list(pool.map(run, lines, logs, [deadline] * len(lines)))
     for log, code in zip(logs, codes, strict=True):
         if code:
             print(f"error: {log} says why a shard ended with {code}", file=sys.stderr)
-    files = (folder / RESULTS for folder in folders)
+    files = (shard.folder / RESULTS for shard in wanted)
     return [file.parent for file in files if file.exists() and file.stat().st_size]
 
 
@@ -99,13 +124,15 @@ def main() -> int:
     """0 when both tables are written, or the first one, if there was no time for the second."""
     options = given()
     deadline = time.monotonic() + options.seconds
-    first = [name for name in POLICIES if name not in LAST]
-    found = shards(options, options.out, first, deadline)
-    if not found:
+    others = [name for name in POLICIES if name not in (*OWN, *LAST)]
+    first = planned(options, options.out, others, OWN)
+    last = planned(options, options.out / BY_STEPS, LAST)
+    found = shards(options, [*first, *last], deadline)
+    begun = [shard.folder for shard in first if shard.folder in found]
+    if not begun:
         return 1
-    code = tabulate(found, options.out)
-    later = shards(options, options.out / BY_STEPS, LAST, deadline)
-    return code or (tabulate([*found, *later], options.out / BY_STEPS) if later else 0)
+    code = tabulate(begun, options.out)
+    return code or (tabulate(found, options.out / BY_STEPS) if len(found) > len(begun) else 0)
 
 
 if __name__ == "__main__":

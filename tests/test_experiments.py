@@ -237,18 +237,23 @@ def test_the_page_is_what_the_tables_say() -> None:
 def test_the_full_evaluation_of_two_tasks(
     options: units.Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process a task, then one table; without time left nothing is begun."""
+    """A process a task, a protocol and a group of policies, then tables; without time left nothing
+    is begun."""
     given = [
         "x", "--data", str(options.data), "--out", str(tmp_path), "--device", "cpu", "--jobs", "2",
         "--model", str(options.model), "--samples", "1", "--tasks", "recall-1k", "lm-prose-2k",
     ]  # fmt: skip
-    monkeypatch.setattr(full_evaluation, "POLICIES", ("full", "snapkv"))
+    monkeypatch.setattr(full_evaluation, "POLICIES", ("full", "snapkv", "keydiff", "streaming"))
     monkeypatch.setattr(full_evaluation, "LAST", ("streaming",))
     monkeypatch.setattr(sys, "argv", given)
     assert full_evaluation.main() == 0
     text = (tmp_path / "table.md").read_text()
     assert "## recall-1k, question-aware" in text and "## lm-prose-2k, question-agnostic" in text
     assert "| streaming | 64 |" not in text and (tmp_path / "against-snapkv.csv").exists()
+    assert "| keydiff | 64 |" in text and (tmp_path / "lm-prose-2k-both-keydiff").is_dir()
+    assert {folder.name for folder in tmp_path.glob("recall-1k-*/")} == {
+        f"recall-1k-{protocol}{own}" for protocol in PROTOCOLS for own in ("", "-keydiff")
+    }
     assert "| streaming | 64 |" in (tmp_path / "by-steps" / "table.md").read_text()
     assert full_evaluation.run(["/nowhere"], tmp_path / "log", 0.0) == 0
 
